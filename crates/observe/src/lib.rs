@@ -13,4 +13,5 @@ pub mod measured;
 pub mod perfetto;
 pub mod run;
 pub mod span;
+pub mod traces;
 pub mod verdict;

@@ -70,6 +70,11 @@ impl Names {
         &self.texts[id.0 as usize]
     }
 
+    /// All names, in the order of their ids.
+    pub fn iter(&self) -> impl Iterator<Item = &str> {
+        self.texts.iter().map(|text| text.as_ref())
+    }
+
     /// Number of different names.
     pub fn len(&self) -> usize {
         self.texts.len()

@@ -1,6 +1,6 @@
 //! `trainyard doctor`: says where the time of a run's steps went, why, and what a cure would save.
 
-use crate::output::print;
+use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::fmt::Write as _;
@@ -12,20 +12,22 @@ use trainyard_observe::compare::compare;
 use trainyard_observe::diagnose::diagnose;
 use trainyard_observe::measured::measured;
 use trainyard_observe::run::Run;
+use trainyard_observe::traces::{self, kineto};
 use trainyard_observe::verdict::format_seconds;
 
-/// Explain the steps of a run: where their time went, what bounds them, and what a change would
-/// save. Two runs are compared.
+/// Explain training steps: where their time went, what bounds them, what to change, and what that
+/// would save. Reads the folder of a run, two of them to compare, or traces of PyTorch's profiler.
 ///
-/// Exit code: 0 if nothing stands out, 3 if something costs 5 % of a step, 4 if something costs 20 %
-/// or numbers are wrong.
+/// Exit code: 0 if nothing grave was found, 3 if something costs 5 % of a step, 4 if something costs
+/// 20 % or numbers are wrong.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The folder of a run, e.g. runs/NAME; or two of them, to see what changed from the first to
-    /// the second.
-    #[arg(required = true, num_args = 1..=2, value_name = "RUN")]
+    /// The folder of a run, e.g. runs/NAME; two of them, to see what changed from the first to the
+    /// second; or trace files, JSON or gzip, as torch.profiler's export_chrome_trace writes them,
+    /// one per rank.
+    #[arg(required = true, value_name = "RUN|TRACE")]
     paths: Vec<PathBuf>,
-    /// Print JSON.
+    /// Print everything as JSON.
     #[arg(long)]
     json: bool,
 }
@@ -33,8 +35,8 @@ pub struct Args {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<ExitCode> {
     match args.paths.as_slice() {
-        [one] => explain(&open(one)?, args.json),
-        [one, other] => {
+        [one] if one.is_dir() => explain(&open(one)?, args.json),
+        [one, other] if one.is_dir() && other.is_dir() => {
             let runs = [open(one)?, open(other)?];
             let Some(comparison) = compare([&runs[0], &runs[1]]) else {
                 bail!("one of the runs has no recorded steps: train it with metrics.record=true")
@@ -45,8 +47,32 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
-        _ => bail!("name one run, or two to compare"),
+        paths => {
+            if let Some(folder) = paths.iter().find(|path| path.is_dir()) {
+                bail!("{} is a folder: name one run, two runs, or trace files", folder.display())
+            }
+            explain_traces(paths, args.json)
+        }
     }
+}
+
+/// Explains traces of PyTorch's profiler, one per rank.
+fn explain_traces(paths: &[PathBuf], as_json: bool) -> Result<ExitCode> {
+    let mut examined = Vec::new();
+    for (place, path) in paths.iter().enumerate() {
+        // One trace at a time is in memory.
+        let trace = kineto::read_file(path).with_context(|| format!("cannot explain {}", path.display()))?;
+        if paths.len() > 1 {
+            note(&format!("read {}: {} events", path.display(), trace.events));
+        }
+        examined.push(traces::diagnose::examine(&trace, place as u32));
+    }
+    let report = traces::diagnose::diagnose(examined);
+    match as_json {
+        true => print(format_args!("{}\n", serde_json::to_string_pretty(&report)?))?,
+        false => print(report.to_text())?,
+    }
+    Ok(ExitCode::from(report.diagnosis.exit_code()))
 }
 
 fn open(path: &Path) -> Result<Run> {

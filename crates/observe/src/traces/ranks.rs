@@ -1,0 +1,198 @@
+//! Ranks side by side: who the others wait for.
+//!
+//! The n-th collective of a step is the same one on every rank. The rank that arrives last waits
+//! least in it, and its kernel is the shortest; what the kernels of the others are longer is their
+//! waiting. A step less its waiting is the rank's own work.
+
+use super::breakdown::seconds;
+use super::window::Window;
+use crate::span::Kind;
+use crate::verdict::{Advice, Cause, Evidence, Place, SavedStep, Saving, Severity, Unit, Verdict};
+use std::collections::BTreeMap;
+use trainyard_base::median;
+
+/// One step of one rank.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RankStep {
+    seconds: f64,
+    compute_seconds: f64,
+    input_seconds: f64,
+    /// Lengths of the collectives, in order.
+    collectives: Vec<f64>,
+}
+
+/// The steps of one rank, by number.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RankSteps {
+    rank: u32,
+    steps: BTreeMap<u64, RankStep>,
+}
+
+impl RankSteps {
+    /// The steps of a window, with the rows that were computed of them.
+    pub fn of(window: &Window, rank: u32, rows: &[super::steps::StepRow]) -> RankSteps {
+        let trace = window.trace;
+        let mut collectives: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
+        for op in &window.ops {
+            let span = trace.op_span(op);
+            if span.kind == Kind::Communication
+                && let Some(step) = window.step_of(span.step)
+            {
+                collectives[step].push(seconds(span.duration_ns()));
+            }
+        }
+        let step = |(row, collectives): (&super::steps::StepRow, Vec<f64>)| {
+            let step = RankStep {
+                seconds: row.seconds,
+                compute_seconds: row.compute_seconds,
+                input_seconds: row.input_seconds,
+                collectives,
+            };
+            (row.number, step)
+        };
+        RankSteps { rank, steps: rows.iter().zip(collectives).map(step).collect() }
+    }
+}
+
+/// The own work of every rank in one step: its length less what it waited in collectives. None if
+/// the ranks did not run the same collectives.
+fn own_work(steps: &[&RankStep]) -> Option<Vec<f64>> {
+    let count = steps.first()?.collectives.len();
+    if count == 0 || steps.iter().any(|step| step.collectives.len() != count) {
+        return None;
+    }
+    let shortest = |index: usize| steps.iter().map(|step| step.collectives[index]).fold(f64::INFINITY, f64::min);
+    let transfers: Vec<f64> = (0..count).map(shortest).collect();
+    let own = |step: &&RankStep| {
+        let waited: f64 = step.collectives.iter().zip(&transfers).map(|(length, least)| length - least).sum();
+        (step.seconds - waited).max(0.0)
+    };
+    Some(steps.iter().map(own).collect())
+}
+
+/// A verdict if one rank keeps the others waiting, or if ranks take turns in it. Needs two ranks
+/// with the same collectives.
+pub fn straggler(ranks: &[RankSteps]) -> Option<Verdict> {
+    let first = ranks.first().filter(|_| ranks.len() >= 2)?;
+    let mut saved = Vec::new();
+    let mut slowest_in: Vec<usize> = vec![0; ranks.len()];
+    let mut own_of: Vec<Vec<f64>> = vec![Vec::new(); ranks.len()];
+    for number in first.steps.keys() {
+        let Some(steps) = ranks.iter().map(|rank| rank.steps.get(number)).collect::<Option<Vec<_>>>() else {
+            continue;
+        };
+        let Some(own) = own_work(&steps) else { continue };
+        let slowest = (0..own.len()).max_by(|a, b| own[*a].total_cmp(&own[*b]))?;
+        let others = own.iter().enumerate().filter(|(rank, _)| *rank != slowest).map(|(_, own)| *own);
+        let excess = own[slowest] - median(others)?;
+        let measured_seconds = steps.iter().map(|step| step.seconds).fold(0.0, f64::max);
+        saved.push(SavedStep { measured_seconds, replayed_seconds: measured_seconds - excess.min(measured_seconds) });
+        slowest_in[slowest] += 1;
+        for (all, own) in own_of.iter_mut().zip(&own) {
+            all.push(*own);
+        }
+    }
+    let saving = Saving::of_steps(&saved).filter(|saving| saving.share() >= super::diagnose::SHARE_MIN)?;
+    let worst = (0..ranks.len()).max_by_key(|rank| slowest_in[*rank])?;
+    let always = slowest_in[worst] * 3 >= saved.len() * 2;
+    let rank = ranks[worst].rank;
+    let others = |part: fn(&RankStep) -> f64| {
+        let steps =
+            ranks.iter().enumerate().filter(|(index, _)| *index != worst).flat_map(|(_, rank)| rank.steps.values());
+        median(steps.map(part)).unwrap_or(0.0)
+    };
+    let own = |part: fn(&RankStep) -> f64| median(ranks[worst].steps.values().map(part)).unwrap_or(0.0);
+    let at = || Place { rank: Some(rank), ..Place::default() };
+    let mut evidence = vec![
+        Evidence::new("own work of this rank in a step", median(own_of[worst].iter().copied())?, Unit::Seconds)
+            .at(at()),
+        Evidence::new(
+            "own work of the other ranks in a step",
+            median(
+                own_of.iter().enumerate().filter(|(index, _)| *index != worst).flat_map(|(_, own)| own.iter().copied()),
+            )?,
+            Unit::Seconds,
+        ),
+        Evidence::new(
+            format!("steps of {} in which this rank was the last", saved.len()),
+            slowest_in[worst] as f64,
+            Unit::Count,
+        )
+        .at(at()),
+    ];
+    let compute = (own(|step| step.compute_seconds), others(|step| step.compute_seconds));
+    if compute.1 > 0.0 {
+        evidence.push(Evidence::new("its compute against the others'", compute.0 / compute.1, Unit::Ratio).at(at()));
+    }
+    let input_excess = own(|step| step.input_seconds) - others(|step| step.input_seconds);
+    if input_excess > 0.0 {
+        let what = "its input wait beyond the others'";
+        evidence.push(Evidence::new(what, input_excess, Unit::Seconds).at(at()));
+    }
+    let severity = Severity::of_share(saving.share());
+    Some(if always {
+        Verdict {
+            cause: Cause::Straggler,
+            severity,
+            summary: format!("The other ranks wait for rank {rank} in their collectives."),
+            evidence,
+            saving: Some(saving),
+            advice: vec![
+                Advice::new(format!("look at the machine of rank {rank}: clocks, other processes, its disk and links")),
+                Advice::new("give all ranks the same amount of work, and the same machine"),
+            ],
+        }
+    } else {
+        Verdict {
+            cause: Cause::Imbalance,
+            severity,
+            summary: "Ranks take turns in being the last: their work differs from step to step.".to_owned(),
+            evidence,
+            saving: Some(saving),
+            advice: vec![
+                Advice::new("balance batches by length or cost, not by number of samples"),
+                Advice::new("look for work that one rank does alone: logging, evaluation, garbage collection"),
+            ],
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(rank: u32, steps: &[(f64, [f64; 2])]) -> RankSteps {
+        let step = |(seconds, collectives): &(f64, [f64; 2])| RankStep {
+            seconds: *seconds,
+            compute_seconds: 0.05,
+            input_seconds: 0.0,
+            collectives: collectives.to_vec(),
+        };
+        RankSteps { rank, steps: steps.iter().map(step).enumerate().map(|(n, step)| (n as u64, step)).collect() }
+    }
+
+    #[test]
+    fn the_rank_that_the_others_wait_for_is_named_with_what_it_costs() {
+        let waiting = [(0.1, [0.011, 0.021]), (0.1, [0.011, 0.021])];
+        let last = [(0.1, [0.001, 0.001]), (0.1, [0.001, 0.001])];
+        let verdict = straggler(&[rank(0, &waiting), rank(5, &last), rank(2, &waiting)]).unwrap();
+        assert_eq!((verdict.cause, verdict.severity), (Cause::Straggler, Severity::Critical));
+        assert!((verdict.saving.unwrap().seconds - 0.03).abs() < 1e-9);
+        assert_eq!(verdict.evidence[0].place.rank, Some(5));
+    }
+
+    #[test]
+    fn ranks_that_take_turns_are_an_imbalance() {
+        let (waits, last) = ((0.1, [0.02, 0.001]), (0.1, [0.001, 0.001]));
+        let verdict = straggler(&[rank(0, &[waits, last]), rank(1, &[last, waits])]).unwrap();
+        assert_eq!((verdict.cause, verdict.severity), (Cause::Imbalance, Severity::Warning));
+    }
+
+    #[test]
+    fn ranks_with_other_collectives_or_alone_have_no_verdict() {
+        let mut odd = rank(1, &[(0.1, [0.05, 0.05])]);
+        odd.steps.get_mut(&0).unwrap().collectives.push(0.1);
+        assert_eq!(straggler(&[rank(0, &[(0.1, [0.001, 0.001])]), odd]), None);
+        assert_eq!(straggler(&[rank(0, &[(0.1, [0.001, 0.001])])]), None);
+    }
+}
