@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 30] = [
+    let commands: [&[&str]; 32] = [
         &[],
         &["train"],
         &["launch"],
@@ -25,6 +25,8 @@ fn help_texts_are_as_agreed() {
         &["config", "print"],
         &["config", "docs"],
         &["config", "presets"],
+        &["doctor"],
+        &["trace"],
         &["calibrate"],
         &["plan"],
         &["program"],
