@@ -17,7 +17,8 @@ fn stolen(sample: &Sample) -> f64 {
     let others = cpu.run_delay.min(cpu.others);
     let all = cpu.process + cpu.others;
     let hypervisor = if all > 0.0 { cpu.steal * cpu.process / all } else { cpu.steal };
-    share(others + hypervisor, cpu.process)
+    // A run that mostly sleeps loses no more time than its threads waited.
+    share(others + hypervisor, cpu.process).min(others + hypervisor)
 }
 
 fn share(lost: f64, used: f64) -> f64 {

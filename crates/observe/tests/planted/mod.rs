@@ -134,12 +134,12 @@ impl Plant {
         })
     }
 
-    /// True if the cause makes steps longer, so that its size can be compared.
+    /// True if the cause makes steps longer than they would be without it, so that its size can be
+    /// compared. Pipelines with a bubble or uneven stages have no step without them.
     pub fn has_size(self) -> bool {
-        !matches!(
-            self.cause(),
-            None | Some(Cause::Leak | Cause::WrongNumbers | Cause::Hang | Cause::IncompleteData | Cause::Bubble)
-        )
+        use Cause::{Bubble, Hang, IncompleteData, Leak, WrongNumbers};
+        let without = matches!(self.cause(), None | Some(Leak | WrongNumbers | Hang | IncompleteData | Bubble));
+        !without && self != Plant::UnevenStages
     }
 }
 
@@ -213,6 +213,9 @@ fn layout(plant: Plant, severity: usize, seed: u64) -> (Mesh, Strategy) {
         _ => data(Mesh::default(), 0),
     }
 }
+
+/// Seconds in which ranks agree on a step.
+const AGREED_S: f64 = 3e-5;
 
 const UNITS: [&str; 6] = ["embedding", "block.0", "block.1", "block.2", "block.3", "head"];
 
@@ -289,6 +292,16 @@ fn durations<'a>(
         }
     }
     let mut planted = plain.clone();
+    if plant.cause() == Some(Cause::HostOverhead) {
+        // What a healthy engine takes is overhead too.
+        let compute = |rank: usize, number: usize| programs[rank].instructions[number].action.lane() == Lane::Compute;
+        for (rank, own) in plain.own.iter_mut().enumerate() {
+            own.iter_mut()
+                .enumerate()
+                .filter(|(number, _)| compute(rank, *number))
+                .for_each(|(_, own)| own.late_s = 0.0);
+        }
+    }
     let step_s = plain.seconds().expect("it can be played");
     apply(plant, severity, step, step_s, &mut random, &programs, &mut planted);
     Steps { programs, plain, planted }
@@ -392,6 +405,9 @@ pub fn record(plant: Plant, severity: usize, seed: u64) -> Recording {
         let length = measured.iter().flatten().map(|span| span.end_s).fold(0.0, f64::max);
         cost_s += (length - step.plain.seconds().expect("it can be played")) / steps as f64;
         let before = 1.5e-4;
+        if plant.cause() == Some(Cause::HostOverhead) {
+            cost_s += (before - AGREED_S) / steps as f64;
+        }
         for (rank, program) in step.programs.iter().enumerate() {
             let mut free = [0.0; Lane::ALL.len()];
             let seconds = |s: f64| Duration::from_secs_f64(s.max(0.0));
@@ -410,7 +426,7 @@ pub fn record(plant: Plant, severity: usize, seed: u64) -> Recording {
                 began: seconds(clock + before),
                 before: seconds(before),
                 length: seconds(length + 2e-6),
-                agreed: seconds(3e-5),
+                agreed: seconds(AGREED_S),
                 instructions,
             });
         }
