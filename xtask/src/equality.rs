@@ -65,10 +65,10 @@ fn read<T: DeserializeOwned>(results: &Path, name: &str) -> Result<T> {
 }
 
 /// `page` with `table` between the comments of `name`.
-fn put(page: &str, name: &str, table: &str) -> Result<String> {
+pub fn put(page: &str, name: &str, table: &str) -> Result<String> {
     let (begin, end) = (format!("<!-- {name} -->\n"), "<!-- end -->");
     let place = page.split_once(&begin).and_then(|(before, rest)| Some((before, rest.split_once(end)?.1)));
-    let (before, after) = place.with_context(|| format!("{PAGE} has no place for the table `{name}`"))?;
+    let (before, after) = place.with_context(|| format!("the page has no place for the table `{name}`"))?;
     Ok(format!("{before}{begin}\n{table}\n{end}{after}"))
 }
 

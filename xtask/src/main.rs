@@ -1,5 +1,5 @@
 //! Every chore of the project: `cargo xtask test | tidy | bench | choices | equality | gpu |
-//! overlap | pictures | soak | traces | validate`.
+//! overlap | pictures | soak | traces | validate | verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -20,6 +20,7 @@ mod test;
 mod tidy;
 mod traces;
 mod validate;
+mod verdicts;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -67,6 +68,9 @@ enum Chore {
     /// Compare the simulator with published measurements: a table per source, the error of every
     /// row, the bars.
     Validate(validate::Options),
+    /// Plant causes of lost time whose verdict is known, count how often `trainyard doctor` is right,
+    /// and write the tables of docs/finding-bottlenecks.md.
+    Verdicts(verdicts::Options),
 }
 
 fn main() -> ExitCode {
@@ -83,6 +87,7 @@ fn main() -> ExitCode {
         Chore::Soak(options) => soak::run(&root, &options),
         Chore::Traces(options) => traces::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
+        Chore::Verdicts(options) => verdicts::run(&root, &options),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

@@ -10,7 +10,7 @@ use trainyard_engine::{EngineError, bench};
 use trainyard_program::Program;
 use trainyard_sim::host::{HostStage, HostStep, host_step};
 use trainyard_sim::machine::Machine;
-use trainyard_sim::{MachineProfile, ProfileKind, load_local_profile};
+use trainyard_sim::{MachineProfile, ProfileKind, Span, load_local_profile};
 
 /// Messages for a missing profile.
 const NO_PROFILE: &str = "no profile of this machine: run `trainyard calibrate`";
@@ -78,7 +78,9 @@ pub fn time(session: &Session) -> Result<TimePrediction, String> {
     });
     let step = host_step(&stages.collect::<Vec<_>>(), &profile, layout, &profile.speeds);
     let basis = format!("calibrated {}, at the speeds of that time{}", profile.measured, missing(&step));
-    Ok(TimePrediction { step_s: step.simulated.step_s, instructions: by_kind(program, &step), basis })
+    let of_stage = |spans: &Vec<Span>| spans.iter().map(|span| [span.start_s, span.end_s]).collect();
+    let stages = step.simulated.ranks.iter().map(|rank| of_stage(&rank.spans)).collect();
+    Ok(TimePrediction { step_s: step.simulated.step_s, instructions: by_kind(program, &step), basis, stages })
 }
 
 /// A message that names the kernels missing in the profile.

@@ -16,7 +16,7 @@ mod trial;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
     bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise,
-    tokenizer, train,
+    tokenizer, trace, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -44,10 +44,11 @@ enum Command {
     Data(data::Command),
     #[command(subcommand)]
     Config(config::Command),
+    Doctor(doctor::Args),
+    Trace(trace::Args),
     Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
     Program(program::Args),
-    Doctor(doctor::Args),
     #[command(subcommand)]
     Bench(bench::Command),
     Completions(completions::Args),
@@ -86,10 +87,11 @@ fn main() -> ExitCode {
         Command::Tokenizer(command) => tokenizer::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Data(command) => data::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Config(command) => config::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Trace(args) => trace::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Calibrate(args) => calibrate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
-        Command::Doctor(args) => doctor::run(&args),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
         Command::Completions(args) => completions::run(&args, Cli::command()).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => completions::man(&args, Cli::command()).map(|()| ExitCode::SUCCESS),

@@ -30,6 +30,8 @@ fn help_texts_are_as_agreed() {
         &["config", "print"],
         &["config", "docs"],
         &["config", "presets"],
+        &["doctor"],
+        &["trace"],
         &["calibrate"],
         &["plan"],
         &["program"],

@@ -96,6 +96,9 @@ pub enum EngineError {
     /// Records cannot be written, or a figure is impossible.
     #[error(transparent)]
     Metrics(#[from] crate::metrics::MetricsError),
+    /// The record of a run.
+    #[error(transparent)]
+    Record(#[from] trainyard_record::RecordError),
     /// The default corpus is not on this machine.
     #[error(
         "no Rust sources were found in cargo's registry ($CARGO_HOME or ~/.cargo, registry/src): name text to train on with \

@@ -4,7 +4,10 @@
 //! e.g. `kill rank=1 step=3 instruction=7; delay:250 rank=0 step=4 instruction=2`. Without it
 //! nothing here runs. A fault at a program position strikes when that instruction begins, on any
 //! lane. The communicator injects faults at its operations, and every corruption.
+//!
+//! Beside these there are faults that [last](LastingFault): `slow:5 rank=1 what=forward`.
 
+use crate::lasting_faults::LastingFault;
 use crate::{EngineError, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,6 +33,7 @@ pub enum Hang {
 pub struct Faults {
     in_programs: Vec<(Fault, AtomicBool)>,
     in_exchanges: Arc<FaultPlan>,
+    lasting: Vec<LastingFault>,
     hang: Hang,
 }
 
@@ -41,6 +45,7 @@ impl Faults {
         Faults {
             in_programs: programs.into_iter().map(|fault| (fault, AtomicBool::new(false))).collect(),
             in_exchanges: Arc::new(FaultPlan::new(exchanges)),
+            lasting: Vec::new(),
             hang,
         }
     }
@@ -52,14 +57,20 @@ impl Faults {
     pub fn from_environment() -> Result<Option<Faults>> {
         let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
         let texts = text.split(';').map(str::trim).filter(|text| !text.is_empty());
-        let faults = texts.map(str::parse).collect::<Result<Vec<Fault>, _>>();
-        let faults = faults.map_err(|error| EngineError::DoesNotFit(format!("{VARIABLE}: {error}")))?;
-        Ok((!faults.is_empty()).then(|| Faults::new(faults, Hang::ForEver)))
+        let (lasting, once): (Vec<&str>, Vec<&str>) = texts.partition(|text| LastingFault::is_one(text));
+        let wrong = |error: String| EngineError::DoesNotFit(format!("{VARIABLE}: {error}"));
+        let faults = once.into_iter().map(|text| text.parse::<Fault>().map_err(|error| wrong(error.to_string())));
+        let faults = faults.collect::<Result<Vec<Fault>>>()?;
+        let lasting =
+            lasting.into_iter().map(|text| text.parse().map_err(wrong)).collect::<Result<Vec<LastingFault>>>()?;
+        let is_empty = faults.is_empty() && lasting.is_empty();
+        Ok((!is_empty).then(|| Faults { lasting, ..Faults::new(faults, Hang::ForEver) }))
     }
 
     /// All faults, as text.
     pub fn describe(&self) -> String {
-        self.all().map(Fault::to_string).collect::<Vec<_>>().join("; ")
+        let once = self.all().map(Fault::to_string);
+        once.chain(self.lasting.iter().map(LastingFault::to_string)).collect::<Vec<_>>().join("; ")
     }
 
     /// Refuses a fault of a rank that a world of `ranks` does not have.
@@ -67,9 +78,11 @@ impl Faults {
     /// # Errors
     /// The first such fault.
     pub fn check(&self, ranks: usize) -> Result<()> {
-        match self.all().find(|fault| fault.rank as usize >= ranks) {
+        let once = self.all().map(|fault| (fault.rank, fault.to_string()));
+        let all = once.chain(self.lasting.iter().map(|fault| (fault.rank, fault.to_string())));
+        match all.into_iter().find(|(rank, _)| *rank as usize >= ranks) {
             None => Ok(()),
-            Some(fault) => Err(EngineError::DoesNotFit(format!(
+            Some((_, fault)) => Err(EngineError::DoesNotFit(format!(
                 "{VARIABLE}: `{fault}` can never strike: this run has {} (parallel.ranks, or the processes of a launcher)",
                 match ranks {
                     1 => "rank 0 alone".to_owned(),
@@ -97,6 +110,7 @@ impl Faults {
 
     /// Executes the fault of `rank` at this position, if there is one that has not struck yet.
     pub(crate) fn strike(&self, rank: u32, at: &Position, comm: Option<&Communicator>) -> Result<()> {
+        self.lasting.iter().for_each(|fault| fault.strike(rank, at));
         let here = At::Position { step: at.step, instruction: at.instruction };
         let due = |fault: &Fault| fault.rank == rank && fault.at == here;
         let due = self.in_programs.iter().find(|(fault, struck)| due(fault) && !struck.swap(true, Ordering::Relaxed));

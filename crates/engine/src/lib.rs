@@ -5,9 +5,9 @@
 //! | [`config`], [`schedule`] | the configuration as requested and as resolved; the learning-rate schedule |
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
-//! | [`checkpoint`], [`snapshot`], [`metrics`], [`trace`] | the files that a run writes |
-//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
-//! | [`positions`], [`watch`], [`faults`] | the positions of ranks, the detection of failed ones, and injected faults |
+//! | [`checkpoint`], [`snapshot`], [`metrics`], [`recording`], [`trace`] | the files that a run writes |
+//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`health`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
+//! | [`positions`], [`watch`], [`faults`], [`lasting_faults`] | the positions of ranks, the detection of failed ones, and injected faults |
 //! | [`trained`], [`evaluate`], [`generate`] | a trained model: opening, evaluation, generation |
 //! | [`predict`], [`limit`], [`host`] | the memory and cost of a step, predicted by executing it without data; settings that fit |
 //! | [`bench`], [`largest`] | the measured time of a step on random tokens; the largest model that fits |
@@ -28,9 +28,11 @@ mod exchange;
 pub mod faults;
 pub mod fp8;
 pub mod generate;
+pub mod health;
 pub mod host;
 pub mod lanes;
 pub mod largest;
+pub mod lasting_faults;
 pub mod limit;
 pub mod links;
 pub mod measured;
@@ -41,6 +43,7 @@ pub mod positions;
 pub mod precision;
 pub mod predict;
 pub mod rank;
+pub mod recording;
 pub mod resume;
 mod room;
 mod same_on_all_ranks;

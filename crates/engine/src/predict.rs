@@ -69,6 +69,9 @@ pub struct TimePrediction {
     pub instructions: BTreeMap<String, f64>,
     /// The basis of the prediction, in words: the profile, and the machine's speed at the time.
     pub basis: String,
+    /// Per pipeline stage, start and end of each instruction of its program without a snapshot.
+    #[serde(skip)]
+    pub stages: Vec<Vec<[f64; 2]>>,
 }
 
 impl StepNeeds {

@@ -30,6 +30,7 @@ use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, hf};
 use trainyard_program::Program;
+use trainyard_record::programs::Predicted;
 use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::{DType, Device};
 
@@ -279,6 +280,7 @@ impl Session {
             scaler: settings.scaler,
             amax_history: None,
             early_stopping: EarlyStopping::default(),
+            history: Default::default(),
             dataset: dataset.fingerprint(),
             tokenizer: corpora.tokenizer.fingerprint(),
         };
@@ -396,6 +398,10 @@ impl Session {
     /// If the file cannot be written.
     pub fn keep_time(&mut self, time: std::result::Result<TimePrediction, String>) -> Result<()> {
         self.time = time;
+        if let (Ok(time), true) = (&self.time, self.resolved.config.metrics.record) {
+            let TimePrediction { step_s, basis, stages, .. } = time.clone();
+            Predicted { step_s, basis, stages }.write(&self.folder)?;
+        }
         self.write_plan(None)
     }
 

@@ -12,6 +12,7 @@
 use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, PlacedRuns, Region, Runs, Snapshot, SnapshotPart};
 use crate::early_stopping::EarlyStopping;
 use crate::fp8::AmaxHistory;
+use crate::health::History;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
 use crate::rank::Rank;
@@ -61,6 +62,9 @@ pub struct RunState {
     /// evaluation, which is therefore in the next checkpoint.
     #[serde(default)]
     pub early_stopping: EarlyStopping,
+    /// Losses and norms of the last steps.
+    #[serde(default)]
+    pub history: History,
     /// Hash of the data's specification.
     pub dataset: String,
     /// Hash of the tokenizer.

@@ -61,11 +61,8 @@ impl TraceWriter {
         let mut events = self.last.pop_front_if(|_| full).unwrap_or_default();
         events.clear();
         for (number, (span, instruction)) in spans.iter().zip(&program.instructions).enumerate() {
-            let unit = instruction.action.unit().and_then(|unit| program.units.get(unit as usize));
-            let name = unit.map_or_else(String::new, |unit| format!(" {unit}"));
-            let name = format!("{}{name}", instruction.action.name());
             let event = json!({
-                "name": name,
+                "name": program.name_of(instruction),
                 "cat": instruction.action.lane().name(),
                 "ph": "X",
                 "ts": micros(began + span.start),

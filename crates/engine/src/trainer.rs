@@ -2,13 +2,15 @@
 //! writes checkpoints and stops a run that diverges.
 
 use crate::checkpoint::{BackgroundWriter, Event};
-use crate::config::Limits;
+use crate::config::{Limits, OnSpike};
 use crate::early_stopping::StoppedEarly;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
+use crate::health::Suspicion;
 use crate::measured::{Kinds, Measured};
 use crate::metrics::above_peak::{AbovePeak, Work};
 use crate::metrics::{EvaluationMetrics, Progress, Recorder, Sitting, StepMetrics, Throughput, TimeLeft};
 use crate::rank::{StepOutcome, StepSettings};
+use crate::recording::{Moments, Recording};
 use crate::resume::rate_change;
 use crate::schedule::Schedule;
 use crate::session::Session;
@@ -20,9 +22,10 @@ use crate::watch::Watch;
 use crate::{EngineError, Result, world};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use trainyard_comm::Communicator;
 use trainyard_data::{Loader, LoaderConfig};
+use trainyard_record::health::{HealthEvent, Symptom};
 use trainyard_tensor::{Purpose, TensorError};
 
 /// The reason for the end of a sitting.
@@ -165,6 +168,9 @@ struct Run<'s> {
     /// On rank 0 only.
     recorder: Option<Recorder>,
     trace: Option<TraceWriter>,
+    recording: Option<Recording>,
+    /// Time that the ranks took to agree on the step that runs.
+    agreed: Duration,
     clock: Clock,
     /// The step and time of the last snapshot.
     saved: (u64, Instant),
@@ -177,6 +183,10 @@ struct Run<'s> {
     kinds: Kinds,
     above_peak: AbovePeak,
     last_loss: f64,
+    /// What is suspicious about the step that has just run.
+    suspicion: Option<Suspicion>,
+    /// True once a spike is to end the run.
+    is_stopped_by_spike: bool,
     first_step_done_s: Option<f64>,
 }
 
@@ -231,6 +241,13 @@ impl<'s> Run<'s> {
         let rank = session.world.rank();
         let window = config.metrics.profile_steps;
         let trace = config.metrics.profile.then(|| TraceWriter::create(&session.folder, rank, window)).transpose()?;
+        let recording = match config.metrics.record.then(|| Recording::open(session)).transpose() {
+            Ok(recording) => recording,
+            Err(error) => {
+                progress.note(&warning(no_record(&error)));
+                None
+            }
+        };
         match session.resolved.config.data.warm {
             true => session.dataset.read_ahead()?,
             false => session.dataset.warm(),
@@ -268,6 +285,8 @@ impl<'s> Run<'s> {
             writer,
             recorder,
             trace,
+            recording,
+            agreed: Duration::ZERO,
             clock,
             saved,
             owed: false,
@@ -277,19 +296,22 @@ impl<'s> Run<'s> {
             kinds: Kinds::default(),
             above_peak: AbovePeak::default(),
             last_loss: f64::NAN,
+            suspicion: None,
+            is_stopped_by_spike: false,
             first_step_done_s: None,
         })
     }
 
     /// Broadcasts rank 0's decisions: the next action and the length of the schedule.
     fn agree(&mut self) -> Result<Next> {
+        let began = Instant::now();
         let is_asked_to_stop = self.control.is_asked_to_stop(&self.session.world);
         const STEP: u64 = 0;
         const STEP_WITH_SNAPSHOT: u64 = 1;
         const COMPLETE: u64 = 2;
         let next = if self.is_complete() {
             COMPLETE
-        } else if is_asked_to_stop {
+        } else if is_asked_to_stop || self.is_stopped_by_spike {
             COMPLETE + 1
         } else if self.snapshot_due() {
             STEP_WITH_SNAPSHOT
@@ -298,6 +320,7 @@ impl<'s> Run<'s> {
         };
         let mut word = [next, self.clock.steps.unwrap_or(u64::MAX)];
         self.session.world.broadcast(&mut word, 0)?;
+        self.agreed = began.elapsed();
         let [next, steps] = word;
         if steps != u64::MAX && self.clock.steps != Some(steps) {
             self.session.state.schedule_steps = Some(steps);
@@ -371,6 +394,10 @@ impl<'s> Run<'s> {
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
         let copies = session.copies_state;
         let samples = loader.position().samples + session.resolved.batch.global as u64;
+        let deviations = session.resolved.config.health.spike_deviations;
+        let skips = session.resolved.config.health.on_spike != OnSpike::Warn;
+        let limits = session.state.history.limits(deviations).filter(|_| skips);
+        session.rank.core(|core| core.skip_above = limits);
         let mut state = session.state.clone();
         state.seconds = self.clock.elapsed();
         let rate_next = Some(self.clock.schedule.learning_rate(state.step + 1));
@@ -380,7 +407,7 @@ impl<'s> Run<'s> {
             settings,
             |device, model| Ok(model.batch(device, &slices(&loader.next()?))?),
             |rank, outcome| {
-                state.advance(outcome, rank, samples);
+                state.advance(outcome, rank, samples, deviations);
                 if state.skipped_in_a_row > 0 {
                     // These weights may be the cause of skipped steps, so no good checkpoint is
                     // deleted to make room for them.
@@ -396,7 +423,7 @@ impl<'s> Run<'s> {
                 Ok(())
             },
         )?;
-        session.state.advance(&outcome, &session.rank, samples);
+        self.suspicion = session.state.advance(&outcome, &session.rank, samples, deviations);
         session.state.learning_rate_next = rate_next;
         if snapshot {
             self.owed = session.state.skipped_in_a_row > 0;
@@ -410,7 +437,8 @@ impl<'s> Run<'s> {
     /// Computes the step's metrics, records them and shows them.
     fn record(&mut self, outcome: &StepOutcome) -> Result<()> {
         let now = Instant::now();
-        let step_s = (now - std::mem::replace(&mut self.clock.last_step_end, now)).as_secs_f64();
+        let last_end = std::mem::replace(&mut self.clock.last_step_end, now);
+        let step_s = (now - last_end).as_secs_f64();
         let session = &mut *self.session;
         session.state.seconds = self.clock.elapsed();
         self.first_step_done_s.get_or_insert_with(|| self.control.process_start.elapsed().as_secs_f64());
@@ -418,12 +446,16 @@ impl<'s> Run<'s> {
         if let Some(note) = &outcome.note {
             self.progress.note(&format!("step {step}: {note}"));
         }
-        if outcome.skipped {
+        if let Some(suspicion) = self.suspicion.take() {
+            self.react(step, suspicion)?;
+        }
+        let session = &mut *self.session;
+        if outcome.skipped && !outcome.spike {
             let scaler = session.rank.scaler();
             let note = skip_note(step, outcome, scaler.scale());
             // A dynamic loss scale overflows now and then by design.
             self.progress.note(&if scaler.is_dynamic() { note } else { warning(note) });
-        } else {
+        } else if !outcome.skipped {
             self.last_loss = outcome.loss;
         }
         let dtype = compute_dtype(&session.resolved);
@@ -470,6 +502,13 @@ impl<'s> Run<'s> {
         if let Some(trace) = &mut self.trace {
             trace.step(step, program, &outcome.spans)?;
         }
+        let moments = Moments { last_end, agreed: self.agreed, end: now };
+        if let Some(recording) = &mut self.recording
+            && let Err(error) = recording.step(step, snapshot, outcome, moments)
+        {
+            self.recording = None;
+            self.progress.note(&warning(no_record(&error)));
+        }
         if session.is_first() {
             self.clock.calibrate(&mut session.state);
         }
@@ -478,6 +517,42 @@ impl<'s> Run<'s> {
         self.sitting.add(&metrics);
         report(self.writer.poll()?, self.progress);
         Ok(())
+    }
+
+    /// Says and writes what is suspicious about the step that has just run.
+    fn react(&mut self, step: u64, suspicion: Suspicion) -> Result<()> {
+        let Suspicion { symptom, value, usual } = suspicion;
+        let on_spike = self.session.resolved.config.health.on_spike;
+        let is_spike = matches!(symptom, Symptom::LossSpike | Symptom::NormSpike);
+        self.is_stopped_by_spike |= is_spike && on_spike == OnSpike::Stop;
+        let reaction = match (is_spike, symptom, on_spike) {
+            (_, Symptom::NotFinite, _) | (true, _, OnSpike::Skip) => "the update was skipped",
+            (true, _, OnSpike::Stop) => "the update was skipped and the run ends",
+            _ => "training goes on",
+        };
+        let count = self.session.resolved.batch.global as u64;
+        let first = self.session.state.samples - count;
+        if symptom != Symptom::NotFinite {
+            // What is not finite has a note of its own.
+            self.progress.note(&warning(format_args!(
+                "step {step}: {}: {value:.4}, usually {usual:.4} (samples {first} to {}); {reaction}",
+                symptom.in_words(),
+                first + count - 1
+            )));
+        }
+        if !self.session.is_first() {
+            return Ok(());
+        }
+        let finite = |number: f64| number.is_finite().then_some(number);
+        let event = HealthEvent {
+            step,
+            symptom,
+            value: finite(value),
+            usual: finite(usual),
+            samples: [first, count],
+            reaction: reaction.to_owned(),
+        };
+        Ok(trainyard_record::health::append(&self.session.folder, &event)?)
     }
 
     fn throughput(&mut self, work: Work) -> Throughput {
@@ -625,8 +700,14 @@ impl<'s> Run<'s> {
 }
 
 impl RunState {
-    /// Updates the state after a finished step.
-    fn advance(&mut self, outcome: &StepOutcome, rank: &crate::rank::Rank, samples: u64) {
+    /// Updates the state after a finished step. Returns what is suspicious about it.
+    fn advance(
+        &mut self,
+        outcome: &StepOutcome,
+        rank: &crate::rank::Rank,
+        samples: u64,
+        deviations: f64,
+    ) -> Option<Suspicion> {
         self.step += 1;
         self.updates = rank.updates();
         self.scaler = rank.scaler();
@@ -634,8 +715,10 @@ impl RunState {
         self.tokens += outcome.tokens;
         self.skipped += u64::from(outcome.skipped);
         // A dynamic loss scale overflows now and then by design, which is no sign of divergence.
-        let counts = outcome.skipped && !self.scaler.is_dynamic();
+        let counts = outcome.skipped && !outcome.spike && !self.scaler.is_dynamic();
         self.skipped_in_a_row = if counts { self.skipped_in_a_row + 1 } else { 0 };
+        let is_expected = outcome.skipped && !outcome.spike && self.scaler.is_dynamic();
+        if is_expected { None } else { self.history.add(outcome.loss, outcome.gradient_norm, deviations) }
     }
 }
 
@@ -660,6 +743,11 @@ impl Clock {
         self.steps = Some(steps);
         self.left.set_steps(steps);
     }
+}
+
+/// A sentence about a record that could not be written.
+fn no_record(error: &trainyard_record::RecordError) -> String {
+    format!("this run is no longer recorded for `trainyard doctor`: {error}")
 }
 
 fn skip_note(step: u64, outcome: &StepOutcome, scale: f64) -> String {

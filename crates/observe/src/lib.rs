@@ -5,6 +5,13 @@
 //!
 //! This crate measures nothing and changes no run. It reads what was recorded.
 
+pub mod account;
+pub mod causes;
+pub mod compare;
+pub mod diagnose;
+pub mod measured;
+pub mod perfetto;
+pub mod run;
 pub mod span;
 pub mod traces;
 pub mod verdict;

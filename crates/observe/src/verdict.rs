@@ -100,6 +100,11 @@ impl Cause {
         }
     }
 
+    /// True for causes that make the run wrong or end it, and are looked after before time is saved.
+    fn comes_first(self) -> bool {
+        matches!(self, Cause::Hang | Cause::WrongNumbers | Cause::Leak | Cause::IncompleteData)
+    }
+
     /// The name as prose: `input bound`.
     pub fn in_words(self) -> String {
         self.name().replace('_', " ")
@@ -391,10 +396,15 @@ pub struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// Orders verdicts by severity, then by saving.
+    /// Orders verdicts by severity, then by saving. Of the same severity, those without which the run
+    /// is wrong or ends come first.
     pub fn new(mut verdicts: Vec<Verdict>) -> Self {
         let seconds = |verdict: &Verdict| verdict.saving.map_or(0.0, |saving| saving.seconds);
-        verdicts.sort_by(|a, b| b.severity.cmp(&a.severity).then(seconds(b).total_cmp(&seconds(a))));
+        let first = |verdict: &Verdict| verdict.cause.comes_first();
+        verdicts.sort_by(|a, b| {
+            let order = b.severity.cmp(&a.severity).then(first(b).cmp(&first(a)));
+            order.then(seconds(b).total_cmp(&seconds(a)))
+        });
         Diagnosis { verdicts }
     }
 

@@ -164,17 +164,20 @@ fn last_before(streams: &Streams<'_>, spans: &[Span], number: usize) -> Option<u
 }
 
 /// The category that an instruction waited for. A collective that began late because of another
-/// lane is not the cause itself: a gather that waited for a fetch waited for the host.
+/// lane is not the cause itself: a gather that waited for a fetch waited for the host, and a count
+/// that waited for a load waited for data.
 fn waited_for(program: &Program, streams: &Streams<'_>, spans: &[Span], number: usize) -> TimeCategory {
     let instruction = &program.instructions[number];
     let Span { start_s: start, end_s: end } = spans[number];
+    let seconds = |number: usize| spans[number].end_s - spans[number].start_s;
     match last_before(streams, spans, number) {
+        // In a measured step the lane is woken in between.
         Some(before)
-            if program.instructions[before].action.lane() == Lane::HostIo
-                && spans[before].end_s >= start - 1e-12
-                && spans[before].end_s - spans[before].start_s > end - start =>
+            if matches!(program.instructions[before].action.lane(), Lane::HostIo | Lane::Input)
+                && spans[before].end_s >= start - 0.1 * seconds(before) - 1e-12
+                && seconds(before) > end - start =>
         {
-            TimeCategory::Host
+            TimeCategory::of(&program.instructions[before].action)
         }
         _ => TimeCategory::of(&instruction.action),
     }

@@ -58,6 +58,13 @@ impl Program {
         self.instructions.iter().enumerate().filter(move |(_, i)| i.action.lane() == lane).map(|(number, _)| number)
     }
 
+    /// The instruction's action and unit in words: `forward block.3`, `clip`.
+    pub fn name_of(&self, instruction: &Instruction) -> String {
+        let action = instruction.action;
+        let unit = action.unit().and_then(|unit| self.units.get(unit as usize));
+        [Some(action.name()), unit.map(String::as_str)].into_iter().flatten().collect::<Vec<_>>().join(" ")
+    }
+
     /// The lanes that have instructions.
     pub fn lanes(&self) -> impl Iterator<Item = Lane> + '_ {
         Lane::ALL.into_iter().filter(|lane| self.on_lane(*lane).next().is_some())

@@ -26,6 +26,7 @@ mod models;
 mod own;
 mod predict;
 mod profile;
+pub mod replay;
 mod segments;
 mod simulate;
 mod stack;

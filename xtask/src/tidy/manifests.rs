@@ -13,7 +13,7 @@ const REASONS: &str = "docs/DEPENDENCIES.md";
 
 /// The crates of this workspace that each crate may use: the floors of docs/ARCHITECTURE.md. A new
 /// crate gets a line here.
-const ARROWS: [(&str, &[&str]); 18] = [
+const ARROWS: [(&str, &[&str]); 19] = [
     ("base", &[]),
     ("testing", &[]),
     // Tests compare the kernels with the oracles of `tensor`, which is the only reason for this
@@ -23,13 +23,14 @@ const ARROWS: [(&str, &[&str]); 18] = [
     ("autograd", &["base", "tensor"]),
     ("model", &["base", "tensor", "autograd", "program"]),
     ("program", &[]),
+    ("record", &["base", "program"]),
     ("comm", &["base", "cuda", "tensor"]),
     ("data", &["base", "tensor"]),
-    ("engine", &["base", "tensor", "autograd", "model", "program", "comm", "data"]),
+    ("engine", &["base", "tensor", "autograd", "model", "program", "record", "comm", "data"]),
     ("sim", &["base", "tensor", "autograd", "model", "program"]),
     ("plan", &["base", "tensor", "model", "program", "sim"]),
     ("calibrate", &["base", "tensor", "program", "comm", "engine", "sim"]),
-    ("observe", &["base", "program", "sim"]),
+    ("observe", &["base", "program", "record", "sim", "plan"]),
     ("tune", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe"]),
     ("compress", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine"]),
     (
@@ -40,6 +41,7 @@ const ARROWS: [(&str, &[&str]); 18] = [
             "autograd",
             "model",
             "program",
+            "record",
             "comm",
             "data",
             "engine",
@@ -51,7 +53,7 @@ const ARROWS: [(&str, &[&str]); 18] = [
             "compress",
         ],
     ),
-    ("xtask", &["base", "cuda", "plan", "program", "sim", "testing"]),
+    ("xtask", &["base", "cuda", "observe", "plan", "program", "record", "sim", "testing"]),
 ];
 
 pub fn check(sources: &[Source]) -> Vec<Complaint> {

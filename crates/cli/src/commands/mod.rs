@@ -23,6 +23,7 @@ pub mod plan;
 pub mod program;
 pub mod supervise;
 pub mod tokenizer;
+pub mod trace;
 pub mod train;
 
 use crate::output::note;

@@ -126,6 +126,8 @@ config! {
     checkpoint: CheckpointSection,
     /// Validation.
     evaluation: EvaluationSection,
+    /// The reaction to suspicious numbers.
+    health: HealthSection,
     /// The records that a run leaves.
     metrics: MetricsSection,
 }

@@ -152,6 +152,18 @@ choices! {
 }
 
 choices! {
+    /// The reaction to a spike of the loss or the gradient norm.
+    OnSpike {
+        /// Say it, and go on.
+        Warn = "warn",
+        /// Say it, and leave the step's update out.
+        Skip = "skip",
+        /// Say it, leave the update out, and end the run with a checkpoint.
+        Stop = "stop",
+    }
+}
+
+choices! {
     /// The time at which gradients are summed over ranks.
     ReduceSchedule {
         /// Once, under the backward of the step's last micro-batch.
@@ -712,6 +724,19 @@ section! {
 }
 
 section! {
+    /// Suspicious losses and gradient norms. They are said when they happen, with step and samples,
+    /// and written to `health.jsonl`.
+    HealthSection = "health" {
+        /// The reaction to a step whose loss or gradient norm is a spike.
+        on_spike: OnSpike = OnSpike::Warn;
+        /// Deviations above the median of the last 128 steps from which a loss or norm is a spike. A
+        /// deviation is 1.4826 times the median absolute deviation, at least 2 % of the median loss
+        /// and 10 % of the median norm.
+        spike_deviations: f64 = 10.0;
+    }
+}
+
+section! {
     /// Records beside the display.
     MetricsSection = "metrics" {
         /// Write `metrics.jsonl`: one object per step, see `interval_steps`.
@@ -723,6 +748,10 @@ section! {
         /// Write TensorBoard event files.
         #[elsewhere("enable_tensorboard", "report_to")]
         tensorboard: bool = true;
+        /// Keep a record of the run for `trainyard doctor` and `trainyard trace`: the times of every
+        /// instruction of recent steps (`trace/`), and a sample of the machine a second
+        /// (`monitor.jsonl`).
+        record: bool = true;
         /// Write `trace/rank-0.json`: a timeline, for Perfetto, of the program's instructions in
         /// the first and the last steps since the run was started or resumed.
         #[elsewhere("enable_profiling", "profiling")]

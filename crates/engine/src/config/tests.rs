@@ -226,7 +226,9 @@ const BAD: &[(&[&str], &[&str])] = &[
     (&["traning={}"], &["unknown section `traning`; did you mean [training]?"]),
     (
         &["metrics.wombat=1"],
-        &["unknown key `metrics.wombat`; [metrics] has jsonl, interval_steps, tensorboard, profile, profile_steps"],
+        &[
+            "unknown key `metrics.wombat`; [metrics] has jsonl, interval_steps, tensorboard, record, profile, profile_steps",
+        ],
     ),
     (&["zoo.wombat=1"], &["the sections are run, model"]),
     (&["evaluation.batches_max=4"], &["counted micro-batches", "write evaluation.tokens_max"]),

@@ -29,6 +29,7 @@ use crate::collectives::Way;
 use crate::config::OptimizerSettings;
 use crate::faults::Faults;
 use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
+use crate::health::SpikeLimits;
 use crate::lanes::{self, Handler};
 use crate::links::{ComputeLinks, GatherLinks, Link, Links, PipelineLinks, ReduceLinks};
 use crate::optimizer::Optimizer;
@@ -90,6 +91,8 @@ pub struct Core {
     pub scaler: LossScaler,
     /// Number of updates made. Skipped steps do not count.
     pub updates: u64,
+    /// The limits above which a step's loss or norm makes it skip its update; None for no limits.
+    pub skip_above: Option<SpikeLimits>,
 }
 
 /// Settings of a rank: precision, optimizer and seed.
@@ -153,7 +156,7 @@ impl Rank {
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
         let gradients = GradientState::new(device, &model, holding.clone(), &tiers)?;
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
-        let core = Core { scaler: settings.scaler, updates: 0 };
+        let core = Core { scaler: settings.scaler, updates: 0, skip_above: None };
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
         let mut rank =
             Rank::assemble(device, model, parameters, gradients, (optimizer, tiers), core, links, reduce_dtype, seed);
@@ -181,7 +184,7 @@ impl Rank {
     pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
         let tiers = Tiers::default();
         let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, &tiers)?;
-        let core = Core { scaler: LossScaler::none(), updates: 0 };
+        let core = Core { scaler: LossScaler::none(), updates: 0, skip_above: None };
         let state = (Optimizer::none(device), tiers);
         let gradients = GradientState::none(device);
         Ok(Rank::assemble(device, model, parameters, gradients, state, core, Links::default(), DType::F32, 0))
@@ -447,7 +450,7 @@ impl Rank {
         let events = &Events::new(&rank.device, program)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
             tag_calls(number as u32);
-            let what = describe(program, instruction);
+            let what = program.name_of(instruction);
             let at = Position { step: settings.step, instruction: number as u32, what };
             let performed = events.around(number, instruction, || rank.perform(program, instruction, &at, body));
             match performed {
@@ -544,6 +547,7 @@ impl Rank {
             }
             _ => one(number, instruction),
         };
+        let began = Instant::now();
         let spans = if rank.device.is_meta() {
             lanes::run_in_order(program, handlers, compute)?;
             Vec::new()
@@ -564,6 +568,7 @@ impl Rank {
         }
         let spans = ended?;
         let mut outcome = step.outcome();
+        outcome.began = (!rank.device.is_meta()).then_some(began);
         outcome.take_times(program, spans);
         Ok(outcome)
     }
@@ -658,13 +663,6 @@ fn waits_for_others(instruction: &Instruction) -> bool {
     instruction.bytes > 0 && lane != Lane::HostIo
         || matches!(lane, Lane::Gather | Lane::Reduce)
         || matches!(instruction.action, Action::Clip { .. } | Action::Snapshot)
-}
-
-/// The instruction's name and unit, for reports.
-fn describe(program: &Program, instruction: &Instruction) -> String {
-    let action = instruction.action;
-    let unit = action.unit().and_then(|unit| program.units.get(unit as usize));
-    [Some(action.name()), unit.map(String::as_str)].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 fn cannot(action: Action) -> EngineError {

@@ -46,10 +46,14 @@ pub struct StepOutcome {
     pub launches: Launches,
     /// A message to the user about the launches, when they change.
     pub note: Option<String>,
-    /// True if the update was skipped because the loss or a gradient was not finite.
+    /// True if the update was skipped because the loss or a gradient was not finite, or a spike.
     pub skipped: bool,
+    /// True if it was skipped because the loss or the norm was a spike.
+    pub spike: bool,
     /// The times at which each instruction of this rank waited and ran.
     pub spans: Vec<Span>,
+    /// The moment from which `spans` count; None on meta.
+    pub began: Option<Instant>,
     /// Time that this rank's compute lane waited for batches.
     pub data_wait: Duration,
     /// Time that this rank's lanes spent in exchanges with other ranks.
@@ -379,17 +383,19 @@ impl Rank {
         outcome.gradient_norm = norm;
         let in_range = amax.as_ref().is_none_or(|amax| amax.iter().all(|most| most.is_finite()));
         let finite = norm.is_finite() && outcome.loss.is_finite() && in_range;
-        outcome.skipped = !finite;
+        let spike = finite && core.skip_above.is_some_and(|limits| limits.exceeded(outcome.loss, norm));
+        let updates = finite && !spike;
+        (outcome.skipped, outcome.spike) = (!updates, spike);
         core.scaler.update(finite);
         let clip = match step.settings.clip_norm {
             Some(limit) if norm > limit => limit / norm,
             _ => 1.0,
         };
-        if finite {
+        if updates {
             core.updates += 1;
         }
         if let Some(fp8) = &self.fp8 {
-            lock(fp8).end_step(amax.filter(|_| finite))?;
+            lock(fp8).end_step(amax.filter(|_| updates))?;
         }
         carried.rates = Rates {
             factor: step.settings.rate_factor,

@@ -155,6 +155,7 @@ fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
             scaler: LossScaler::none(),
             amax_history: None,
             early_stopping: Default::default(),
+            history: Default::default(),
             dataset: String::new(),
             tokenizer: String::new(),
         };

@@ -290,6 +290,13 @@ pub const ROWS: &[Row] = &[
         Steps,
     ),
     row("evaluation.early_stopping_min_delta", PATIENT, &["evaluation.early_stopping_min_delta=100"], Steps),
+    row("health.on_spike", &["health.spike_deviations=0.001", "training.steps=30"], &["health.on_spike=skip"], Losses),
+    row(
+        "health.spike_deviations",
+        &["health.on_spike=skip", "training.steps=30"],
+        &["health.spike_deviations=0.001"],
+        Losses,
+    ),
     row("metrics.jsonl", &[], &["metrics.jsonl=false"], Files),
     row(
         "metrics.interval_steps",
@@ -301,6 +308,7 @@ pub const ROWS: &[Row] = &[
         ),
     ),
     row("metrics.tensorboard", &[], &["metrics.tensorboard=false"], Files),
+    row("metrics.record", &[], &["metrics.record=false"], Files),
     row("metrics.profile", &[], &["metrics.profile=true"], Files),
     row(
         "metrics.profile_steps",
