@@ -26,6 +26,10 @@ const MESSAGE_BYTES: f64 = 256e6;
 /// fourth power; above it, where nobody measured, it is assumed to grow in proportion.
 const STRAGGLE_NODES: f64 = 64.0;
 
+/// Share of an exchange with experts that another micro-batch's compute hides, in software that
+/// interleaves two.
+const HIDDEN_EXPERTS: f64 = 0.8;
+
 /// Prices of one kind of unit on one rank.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct UnitCost {
@@ -163,6 +167,14 @@ impl Costs {
         }
     }
 
+    /// Seconds of compute lost per second of the collective `instruction`, which takes `seconds`.
+    /// A collective occupies some cores for as long as it runs, and memory bandwidth and power in
+    /// proportion to the bytes that it moves.
+    pub fn interference(&self, instruction: &Instruction, seconds: f64) -> f64 {
+        let rate = instruction.bytes as f64 / seconds / (self.cluster.device.link_gb_s * 1e9);
+        self.constants.interference + self.constants.interference_moved * rate.min(1.0)
+    }
+
     /// Seconds that `instruction` saves if it is sent together with the collective before it: its
     /// share of the start and of the steps' latencies, which are paid once per [`MESSAGE_BYTES`].
     pub fn joined_s(&self, program: &Program, instruction: &Instruction) -> f64 {
@@ -295,7 +307,11 @@ impl Costs {
                 self.collective(Operation::AllGather, bytes, ranks, stride)
                     + self.collective(Operation::ReduceScatter, bytes, ranks, stride)
             }
-            Collective::AllToAll => self.collective(Operation::AllToAll, bytes, ranks, stride),
+            // Experts lie on the ranks of a tensor group first.
+            Collective::AllToAll => {
+                let seconds = self.collective(Operation::AllToAll, bytes, ranks * mesh.tp, 1);
+                seconds * if self.stack.overlap_experts { 1.0 - HIDDEN_EXPERTS } else { 1.0 }
+            }
             Collective::Ring | Collective::AllGather => self.collective(Operation::AllGather, bytes, ranks, stride),
             Collective::ReduceScatter => self.collective(Operation::ReduceScatter, bytes, ranks, stride),
         }
@@ -353,7 +369,7 @@ impl Units {
                 work: 0,
                 kv_bytes: (unit.kv * context) as u64,
                 expert_elements: unit.expert_elements as u64,
-                expert_bytes: unit.expert_bytes as u64,
+                expert_bytes: (unit.expert_bytes * context) as u64,
                 split: None,
             }
         };

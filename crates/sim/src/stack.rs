@@ -90,6 +90,8 @@ pub struct Stack {
     /// True if, with a split sequence, inputs of products are kept as gathered as long as that
     /// fits.
     pub keeps_gathered: bool,
+    /// True if exchanges with experts run beside the compute of another micro-batch.
+    pub overlap_experts: bool,
     /// True if the allocator grows its segments.
     pub expandable: bool,
     /// Flat buffers for collectives, 1e9 bytes.

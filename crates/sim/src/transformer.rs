@@ -41,6 +41,22 @@ pub struct Architecture {
     /// Experts, if MLPs are mixtures.
     #[serde(default)]
     pub experts: Option<Experts>,
+    /// Widths of the projections through which queries, keys and values are made; None: each is
+    /// made by one product.
+    #[serde(default)]
+    pub latent: Option<Latent>,
+}
+
+/// Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): queries, keys and values are
+/// made from narrow vectors.
+#[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+pub struct Latent {
+    /// Width of the vector that queries are made of.
+    pub q: u32,
+    /// Width of the vector that keys and values are made of.
+    pub kv: u32,
+    /// Width that queries and keys have beyond `head_dim`, for rotary positions.
+    pub rotary: u32,
 }
 
 /// A mixture of experts in every block.
@@ -136,7 +152,8 @@ impl Architecture {
 
     fn attention_elements(&self) -> f64 {
         let d = f64::from(self.dim);
-        d * self.qkv() + self.q() * d + 2.0 * d
+        let made: f64 = self.projections().iter().map(|(n, k)| n * k).sum();
+        made + self.q() * d + 2.0 * d
     }
 
     fn mlp_elements(&self) -> f64 {
@@ -147,6 +164,19 @@ impl Architecture {
             Some(experts) => {
                 let shared = matrices * f64::from(self.dim) * f64::from(experts.shared_ffn);
                 one * f64::from(experts.count) + shared + f64::from(self.dim) * f64::from(experts.count)
+            }
+        }
+    }
+
+    /// The products that make queries, keys and values: columns and inner length.
+    fn projections(&self) -> Vec<(f64, f64)> {
+        let d = f64::from(self.dim);
+        match self.latent {
+            None => vec![(self.qkv(), d)],
+            Some(latent) => {
+                let [q, kv, rotary] = [latent.q, latent.kv, latent.rotary].map(f64::from);
+                let heads = f64::from(self.heads);
+                vec![(q + kv + rotary, d), (self.q() + heads * rotary, q), (2.0 * self.q(), kv)]
             }
         }
     }
@@ -251,17 +281,37 @@ impl Builder<'_> {
         unit.forward.push(Kernel::Product { m, n, k });
         unit.backward_input.push(Kernel::Product { m, n: k, k: n });
         unit.backward_weights.push(Kernel::Product { m: n, n: k, k: m });
+        self.casts(unit, m, n, k);
         if self.stack.selective == Selective::PerOp {
             // Every other product is repeated, which is half of each on average.
             unit.selective.push(Kernel::Product { m: m / 2.0, n, k });
         }
     }
 
+    /// Adds the casts of a product's operands to 8 or 4 bits: its input and its result's gradient
+    /// are read in 16 bits and written twice, along rows and along columns. Weights are cast once a
+    /// step, which costs little.
+    fn casts(&self, unit: &mut UnitWork, m: f64, n: f64, k: f64) {
+        if self.work.operand_bytes >= HALF {
+            return;
+        }
+        let cast = |elements: f64| Kernel::Stream {
+            bytes: (HALF + 2.0 * self.work.operand_bytes) * elements,
+            launches: 1.0,
+        };
+        unit.forward.push(cast(m * k));
+        unit.backward_input.push(cast(m * n));
+    }
+
     /// Adds memory-bound work: `bytes` in forward and 1.7 times that in backward, which also reads
     /// the gradient.
     fn stream(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
-        unit.forward.push(Kernel::Stream { bytes, launches });
-        unit.backward_input.push(Kernel::Stream { bytes: 1.7 * bytes, launches });
+        let kernel = |bytes| match self.stack.fused {
+            true => Kernel::Stream { bytes, launches },
+            false => Kernel::Unfused { bytes, launches },
+        };
+        unit.forward.push(kernel(bytes));
+        unit.backward_input.push(kernel(1.7 * bytes));
         if self.stack.selective == Selective::PerOp {
             unit.selective.push(Kernel::Stream { bytes, launches });
         }
@@ -281,7 +331,12 @@ impl Builder<'_> {
         let (q, qkv) = (self.model.q() / t, self.model.qkv() / t);
         let kv = (qkv - q) / 2.0;
         let stream = m * d * HALF / self.sequence_split();
-        self.product(unit, m, qkv, d);
+        for (index, (n, k)) in self.model.projections().into_iter().enumerate() {
+            // Narrow vectors are made on every rank.
+            let split = if self.model.latent.is_some() && index == 0 { self.sequence_split() } else { 1.0 };
+            let n = if split > 1.0 || self.model.latent.is_some() && index == 0 { n } else { n / t };
+            self.product(unit, m / split, n, k);
+        }
         self.scores(unit, causal);
         self.product(unit, m, d, q);
         unit.elements += self.model.attention_elements();
@@ -408,7 +463,9 @@ impl Builder<'_> {
         let f = f64::from(self.model.ffn);
         let routed = m / t * f64::from(experts.per_token);
         // For the rank's experts, each product becomes several smaller ones.
-        let local = f64::from(experts.count) / f64::from(self.work.expert);
+        // The ranks of a tensor group have other experts, too, if experts are dealt to ranks at all.
+        let ranks = if self.work.expert > 1 { f64::from(self.work.expert) * t } else { 1.0 };
+        let local = (f64::from(experts.count) / ranks).max(1.0);
         let rows = routed / local;
         // A grouped product fills the device as one product of all its rows would, but tiles end
         // with each expert's rows.
@@ -417,6 +474,7 @@ impl Builder<'_> {
             unit.forward.push(Kernel::Product { m: filled, n, k });
             unit.backward_input.push(Kernel::Product { m: filled, n: k, k: n });
             unit.backward_weights.push(Kernel::Product { m: n * local, n: k, k: rows });
+            self.casts(unit, routed, n, k);
         }
         if experts.shared_ffn > 0 {
             let shared = f64::from(experts.shared_ffn) / t;
