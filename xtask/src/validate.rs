@@ -57,6 +57,9 @@ pub fn run(options: &Options) -> anyhow::Result<bool> {
     print_sources(&outcomes);
     if options.rows {
         print_rows(&outcomes);
+        for (picked, loss) in choices(&outcomes) {
+            println!("choice of {picked}: {:5.1} % lost", 100.0 * loss);
+        }
     }
     Ok(judge(&outcomes))
 }
@@ -65,7 +68,7 @@ fn write_fit(found: &trainyard_sim::validate::Fit) -> anyhow::Result<()> {
     let mut constants = found.constants.clone();
     let names = constants.fitted_mut().map(|(name, value)| (name, *value));
     println!("fitted on {} rows; the spread is the standard deviation of the logarithm", found.rows);
-    let mut text = String::from("[fitted]\n");
+    let mut text = String::from("\n[fitted]\n");
     for ((name, value), (spread, alone)) in names.iter().zip(&found.certainty) {
         let alone = alone.as_ref().map_or(String::new(), |source| format!("; only {source} says so"));
         println!("  {name:22} {value:9.4}  +- {:4.1} %{alone}", 100.0 * spread);
@@ -73,7 +76,7 @@ fn write_fit(found: &trainyard_sim::validate::Fit) -> anyhow::Result<()> {
     }
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/sim/data");
     let file = std::fs::read_to_string(root.join("constants.toml"))?;
-    let (before, rest) = file.split_once("[fitted]\n").expect("the file has the table");
+    let (before, rest) = file.split_once("\n[fitted]\n").expect("the file has the table");
     let (_, after) = rest.split_once("\n#").expect("the priors follow");
     std::fs::write(root.join("constants.toml"), format!("{before}{text}\n#{after}"))?;
     let mut text = String::from("# The fitted constants without each source. Written by `cargo xtask validate --fit`.\n");
@@ -171,7 +174,7 @@ fn print_sources(outcomes: &[Outcome]) {
 }
 
 fn print_rows(outcomes: &[Outcome]) {
-    println!("\nrow          tokens/s measured  predicted    error | GB measured  predicted    error | verdict   why");
+    println!("\nrow          tokens/s measured  predicted    error | GB measured  predicted    error | full verdict   why");
     let mut sorted: Vec<&Outcome> = outcomes.iter().collect();
     let size = |outcome: &Outcome| outcome.speed_error().map_or(0.0, f64::abs);
     sorted.sort_by(|a, b| a.row.source().cmp(b.row.source()).then(size(b).total_cmp(&size(a))));
@@ -183,10 +186,11 @@ fn print_rows(outcomes: &[Outcome]) {
         };
         let verdict = if outcome.verdict_right() { "right" } else { "WRONG" };
         println!(
-            "{:12} {} | {} | {verdict:7} {}",
+            "{:12} {} | {} | {:4.0} % {verdict:7} {}",
             row.id,
             pair(row.tokens_per_s, outcome.tokens_per_s, outcome.speed_error()),
             pair(row.memory_gb, outcome.memory_gb, outcome.memory_error()),
+            100.0 * outcome.filled,
             outcome.failed.as_deref().unwrap_or(&row.remark),
         );
     }
@@ -223,7 +227,8 @@ fn judge(outcomes: &[Outcome]) -> bool {
     bar("out of memory, recall", share(full.iter().filter(|o| !o.fits).count(), full.len()), 0.90, false);
     let ran: Vec<&Outcome> = outcomes.iter().filter(|outcome| !outcome.row.out_of_memory).collect();
     bar("out of memory, false alarms", share(ran.iter().filter(|o| !o.fits).count(), ran.len()), 0.03, true);
-    let (count, losses) = choices(outcomes);
+    let found = choices(outcomes);
+    let (count, losses) = (found.len(), found.iter().map(|(_, loss)| *loss).collect::<Vec<f64>>());
     println!("choice: {count} groups of three configurations and more");
     let plain: Vec<(f64, f64)> = losses.iter().map(|loss| (*loss, 1.0)).collect();
     bar("choice, mean loss", losses.iter().sum::<f64>() / losses.len().max(1) as f64, 0.04, true);

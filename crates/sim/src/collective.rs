@@ -57,6 +57,22 @@ pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operati
     ring.min(tree)
 }
 
+/// Seconds of an exchange with experts: each rank of the group sends `bytes`, `copies` of each
+/// token. A token crosses the network once for each other node that has some of its experts, and is
+/// copied there (DeepEP, HybridEP).
+pub fn to_experts_s(cluster: &Cluster, constants: &Constants, bytes: f64, copies: f64, placed: Placed) -> f64 {
+    if placed.nodes == 1 || copies < 1.0 {
+        return collective_s(cluster, constants, Operation::AllToAll, bytes, placed);
+    }
+    let nodes = f64::from(placed.nodes);
+    let reached = nodes * (1.0 - (1.0 - 1.0 / nodes).powf(copies));
+    let across = bytes * reached / copies * (nodes - 1.0) / nodes;
+    // Every rank of a node sends at the same time.
+    let each = network_bandwidth(cluster, placed) / f64::from(placed.ranks_per_node);
+    let inside = bytes / (cluster.device.link_gb_s * 1e9);
+    constants.collective_start_us * 1e-6 + cluster.network.ring_us * 1e-6 * (nodes - 1.0).min(4.0) + (across / each).max(inside)
+}
+
 /// Seconds of one message between neighbouring pipeline stages. Every device of a node sends one at
 /// the same time.
 pub fn message_s(cluster: &Cluster, constants: &Constants, bytes: f64, across_nodes: bool) -> f64 {

@@ -2,7 +2,7 @@
 //! run.
 
 use crate::cluster::Cluster;
-use crate::collective::{Operation, collective_s, message_s};
+use crate::collective::{Operation, collective_s, message_s, to_experts_s};
 use crate::constants::Constants;
 use crate::kernel::{Engine, Kernel};
 use crate::profile::Format;
@@ -68,6 +68,8 @@ pub struct Costs {
     pub constants: Constants,
     /// The software.
     pub stack: Stack,
+    /// Number of experts that each token is sent to; 0 in dense models.
+    pub expert_copies: f64,
 }
 
 impl Costs {
@@ -88,6 +90,7 @@ impl Costs {
             cluster: cluster.clone(),
             constants: constants.clone(),
             stack: stack.clone(),
+            expert_copies: units.kinds.iter().map(|unit| unit.expert_copies).fold(0.0, f64::max),
         }
     }
 
@@ -309,7 +312,8 @@ impl Costs {
             }
             // Experts lie on the ranks of a tensor group first.
             Collective::AllToAll => {
-                let seconds = self.collective(Operation::AllToAll, bytes, ranks * mesh.tp, 1);
+                let placed = self.cluster.place(ranks * mesh.tp, 1);
+                let seconds = to_experts_s(&self.cluster, &self.constants, bytes, self.expert_copies, placed);
                 seconds * if self.stack.overlap_experts { 1.0 - HIDDEN_EXPERTS } else { 1.0 }
             }
             Collective::Ring | Collective::AllGather => self.collective(Operation::AllGather, bytes, ranks, stride),

@@ -261,9 +261,12 @@ impl Fields<'_> {
     fn row(&self) -> Result<Row, String> {
         let family = self.text("family")?.to_owned();
         let gated = family != "gpt";
+        // Benchmarks deal tokens evenly unless they say so.
+        let natural = self.text("remark")?.contains("natural routing");
+        let imbalance = if natural { Experts::NATURAL } else { 1.0 };
         let experts = match family.as_str() {
-            "qwen-moe" => Some(Experts { count: 128, per_token: 8, shared_ffn: 0 }),
-            "deepseek-v3" => Some(Experts { count: 256, per_token: 8, shared_ffn: 2048 }),
+            "qwen-moe" => Some(Experts { count: 128, per_token: 8, shared_ffn: 0, imbalance }),
+            "deepseek-v3" => Some(Experts { count: 256, per_token: 8, shared_ffn: 2048, imbalance }),
             _ => None,
         };
         let sequence = self.number("sequence")?;
@@ -411,9 +414,13 @@ impl Row {
         // backward.
         let fully = self.zero >= 2;
         strategy.zero_stage = if fully { 3 } else { self.zero };
-        strategy.reshard_after_forward = if self.zero == 2 { Reshard::Never } else { Reshard::Always };
-        // FSDP reduces after every micro-batch.
-        strategy.reduce_schedule = if fully { ReduceSchedule::PerMicroBatch } else { ReduceSchedule::PerStep };
+        // In a pipeline the parameters stay gathered for all micro-batches.
+        let stays = self.zero == 2 || self.pp > 1;
+        strategy.reshard_after_forward = if stays { Reshard::Never } else { Reshard::Always };
+        // FSDP reduces after every micro-batch, and in a pipeline after the last.
+        let per_micro_batch = fully && self.pp == 1;
+        strategy.reduce_schedule =
+            if per_micro_batch { ReduceSchedule::PerMicroBatch } else { ReduceSchedule::PerStep };
         strategy.prefetch = stack.prefetch;
         strategy.bytes = stack.state;
         strategy.sequence_parallel = stack.sequence_parallel;

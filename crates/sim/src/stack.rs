@@ -65,6 +65,8 @@ pub struct Stack {
     pub attention: AttentionKind,
     /// True if chains of memory-bound operations are one kernel.
     pub fused: bool,
+    /// True if norms, rotations and gates are kernels of their own, though other chains are not.
+    pub fused_norms: bool,
     /// The launcher of kernels.
     pub dispatch: Dispatch,
     /// True if tensor parallelism also splits the sequence between products.

@@ -61,6 +61,7 @@ pub struct Latent {
 
 /// A mixture of experts in every block.
 #[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Experts {
     /// Number of experts.
     pub count: u32,
@@ -69,6 +70,20 @@ pub struct Experts {
     /// Inner width of the MLP that every token goes through beside the experts; 0: none.
     #[serde(default)]
     pub shared_ffn: u32,
+    /// Tokens of the busiest rank over those of the average one.
+    #[serde(default = "natural_imbalance")]
+    pub imbalance: f64,
+}
+
+/// The imbalance of a router that is trained, as against one that deals tokens evenly: Qwen3 30B in
+/// Megatron-Bridge is 30 % slower with it, of which experts are somewhat more than the half.
+fn natural_imbalance() -> f64 {
+    Experts::NATURAL
+}
+
+impl Experts {
+    /// The imbalance where nothing is known of the routing.
+    pub const NATURAL: f64 = 1.4;
 }
 
 /// One rank's micro-batch, and the way a unit is split.
@@ -118,12 +133,16 @@ pub struct UnitWork {
     pub kv: f64,
     /// Elements of all parameters.
     pub elements: f64,
+    /// Launches of a mixture's forward and backward that are not in the kernels.
+    pub mixture_launches: f64,
     /// Number of parameter tensors.
     pub tensors: u32,
     /// Elements of the parameters of experts.
     pub expert_elements: f64,
     /// Bytes that a rank sends to experts on other ranks.
     pub expert_bytes: f64,
+    /// Number of experts that each token is sent to.
+    pub expert_copies: f64,
 }
 
 /// A model's units: kinds, and the kind of each unit in order.
@@ -208,6 +227,14 @@ impl Architecture {
     }
 }
 
+/// Launches of a mixture's router, permutations and exchanges in forward and backward, in
+/// frameworks that launch them one by one, and of each expert on the rank; with operands of 8 bits
+/// each expert has casts besides. (From the time per layer of runs whose host was the bottleneck:
+/// Qwen3 30B with 8 and 16 experts on a rank, DeepSeek-V3 with 32.)
+const MIXTURE_LAUNCHES: f64 = 150.0;
+const EXPERT_LAUNCHES: f64 = 8.0;
+const EXPERT_LAUNCHES_CAST: f64 = 14.0;
+
 /// Bytes of an activation.
 const HALF: f64 = 2.0;
 
@@ -272,7 +299,8 @@ impl Builder<'_> {
         // The input always stays for backward.
         unit.saved[2] = unit.output / self.sequence_split();
         let launches = self.stack.block_launches();
-        unit.extra_launches = [launches, 1.7 * launches];
+        let mixture = unit.mixture_launches;
+        unit.extra_launches = [launches + mixture / 3.0, 1.7 * launches + mixture * 2.0 / 3.0];
         unit
     }
 
@@ -306,9 +334,12 @@ impl Builder<'_> {
     /// Adds memory-bound work: `bytes` in forward and 1.7 times that in backward, which also reads
     /// the gradient.
     fn stream(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
-        let kernel = |bytes| match self.stack.fused {
-            true => Kernel::Stream { bytes, launches },
-            false => Kernel::Unfused { bytes, launches },
+        // Layer norms and GELU are one kernel each everywhere. Root-mean-square norms, rotations and
+        // gates are chains of operations unless somebody wrote kernels for them.
+        let chain = self.model.gated && !self.stack.fused && !self.stack.fused_norms;
+        let kernel = |bytes| match chain {
+            false => Kernel::Stream { bytes, launches },
+            true => Kernel::Unfused { bytes, launches },
         };
         unit.forward.push(kernel(bytes));
         unit.backward_input.push(kernel(1.7 * bytes));
@@ -461,7 +492,7 @@ impl Builder<'_> {
     fn experts(&self, unit: &mut UnitWork, experts: Experts, up: f64) -> f64 {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
         let f = f64::from(self.model.ffn);
-        let routed = m / t * f64::from(experts.per_token);
+        let routed = m / t * f64::from(experts.per_token) * experts.imbalance;
         // For the rank's experts, each product becomes several smaller ones.
         // The ranks of a tensor group have other experts, too, if experts are dealt to ranks at all.
         let ranks = if self.work.expert > 1 { f64::from(self.work.expert) * t } else { 1.0 };
@@ -487,6 +518,11 @@ impl Builder<'_> {
         unit.saved[1] += 2.0 * routed * d * HALF;
         unit.expert_elements += self.model.mlp_elements();
         unit.expert_bytes = routed * d * HALF;
+        unit.expert_copies = f64::from(experts.per_token);
+        // Router, permutation and exchange launch kernels, and each expert's products, casts and
+        // gradients are kernels of their own.
+        let each = if self.work.operand_bytes < HALF { EXPERT_LAUNCHES_CAST } else { EXPERT_LAUNCHES };
+        unit.mixture_launches = MIXTURE_LAUNCHES + each * local;
         routed * f + m * f64::from(experts.shared_ffn) / t
     }
 

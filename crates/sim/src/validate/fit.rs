@@ -63,6 +63,7 @@ pub fn fit(rows: &[Row], profiles: &Profiles, constants: &Constants, rounds: u32
         })
         .collect();
     let mut sources: Vec<String> = cases.iter().map(|case| case.source.clone()).collect();
+    sources.sort_unstable();
     sources.dedup();
     let priors = constants.priors();
     let mut constants = constants.clone();

@@ -27,6 +27,8 @@ pub struct Outcome {
     pub memory_gb: f64,
     /// True if the prediction says that it fits.
     pub fits: bool,
+    /// Memory that the device must have, over what it has.
+    pub filled: f64,
     /// The interval of tokens per second and device.
     pub speed_interval: Interval,
     /// The interval of memory, 1e9 bytes.
@@ -100,6 +102,7 @@ fn outcome(row: &Row, profiles: &Profiles, constants: &Constants) -> Outcome {
         tokens_per_s: 0.0,
         memory_gb: 0.0,
         fits: false,
+        filled: 0.0,
         speed_interval: Interval::default(),
         memory_interval: Interval::default(),
     };
@@ -117,6 +120,7 @@ fn outcome(row: &Row, profiles: &Profiles, constants: &Constants) -> Outcome {
                 tokens_per_s: prediction.tokens_per_s,
                 memory_gb: prediction.memory_bytes(figure) / 1e9,
                 fits: prediction.fits(),
+                filled: prediction.needed_bytes() / prediction.device_bytes,
                 speed_interval: Interval::exact(prediction.tokens_per_s),
                 memory_interval: Interval::exact(prediction.memory_bytes(figure) / 1e9),
             }
@@ -139,22 +143,20 @@ pub fn weighted_quantile(values: &[(f64, f64)], share: f64) -> Option<f64> {
     None
 }
 
-/// The number of groups of at least three configurations of one model on the same devices that one
-/// source measured, and for each the speed that is lost by taking the one that is predicted
-/// fastest.
-pub fn choices(outcomes: &[Outcome]) -> (usize, Vec<f64>) {
-    let mut groups: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
+/// For each group of at least three configurations of one model on the same devices that one source
+/// measured: the id of the one that is predicted fastest, and the speed that is lost by taking it.
+pub fn choices(outcomes: &[Outcome]) -> Vec<(&str, f64)> {
+    let mut groups: BTreeMap<String, Vec<(f64, f64, &str)>> = BTreeMap::new();
     for outcome in outcomes {
-        let Row { model, sequence, device, devices, format, .. } = &outcome.row;
+        let Row { id, model, sequence, device, devices, format, .. } = &outcome.row;
         let (Some(measured), None) = (outcome.row.tokens_per_s, &outcome.failed) else { continue };
         let key = format!("{} {model:?} {sequence} {device} {devices} {format:?}", outcome.row.source());
-        groups.entry(key).or_default().push((outcome.tokens_per_s, measured));
+        groups.entry(key).or_default().push((outcome.tokens_per_s, measured, id));
     }
-    let loss = |group: &Vec<(f64, f64)>| {
-        let best = group.iter().map(|(_, measured)| *measured).fold(0.0, f64::max);
-        let picked = group.iter().max_by(|a, b| a.0.total_cmp(&b.0)).map_or(0.0, |(_, measured)| *measured);
-        1.0 - picked / best
+    let picked = |group: &Vec<(f64, f64, _)>| {
+        let best = group.iter().map(|(_, measured, _)| *measured).fold(0.0, f64::max);
+        let (_, measured, id) = *group.iter().max_by(|a, b| a.0.total_cmp(&b.0))?;
+        Some((id, 1.0 - measured / best))
     };
-    let losses: Vec<f64> = groups.values().filter(|group| group.len() >= 3).map(loss).collect();
-    (losses.len(), losses)
+    groups.values().filter(|group| group.len() >= 3).filter_map(picked).collect()
 }
