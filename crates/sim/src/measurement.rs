@@ -8,7 +8,7 @@
 
 use crate::cluster::Cluster;
 use crate::profile::{Format, ProfileError, Profiles};
-use crate::stack::{Partition, Stack};
+use crate::stack::{Partition, Selective, Stack};
 use crate::transformer::{Architecture, Experts, Latent, Workload};
 use serde::Deserialize;
 use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Schedule, Strategy, Tier};
@@ -106,7 +106,7 @@ pub struct Row {
     pub global_batch: u32,
     /// Number format of products.
     pub format: Format,
-    /// `none`, `selective`, `alternate` (every second layer full), `full`, or the share of layers
+    /// `none`, `selective` as the stack does it, `mlp`, `norms` or `up_projections` instead, `alternate` (every second layer full), `full`, or the share of layers
     /// of which only the input is kept.
     pub recompute: String,
     /// Number of layers whose activations lie on the host between forward and backward.
@@ -366,6 +366,12 @@ impl Row {
         }
         let mut stack = Stack::named(&self.stack).map_err(shape)?;
         stack.prefetch = self.prefetch.unwrap_or(stack.prefetch);
+        stack.selective = match self.recompute.as_str() {
+            "mlp" => Selective::Mlp,
+            "norms" => Selective::NormsAndGates,
+            "up_projections" => Selective::UpProjections,
+            _ => stack.selective,
+        };
         let work = Workload {
             sequence: self.sequence,
             micro_batch: self.micro_batch,
@@ -397,7 +403,7 @@ impl Row {
         let share: f64 = self.recompute.parse().unwrap_or(0.0);
         let keep = |unit: usize| match self.recompute.as_str() {
             "full" => Keep::InputOnly,
-            "selective" => Keep::Selective,
+            "selective" | "mlp" | "norms" | "up_projections" => Keep::Selective,
             "alternate" if unit.is_multiple_of(2) => Keep::InputOnly,
             // As often as the share says, evenly spread.
             _ if ((unit + 1) as f64 * share).floor() > (unit as f64 * share).floor() => Keep::InputOnly,

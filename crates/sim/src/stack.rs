@@ -29,6 +29,10 @@ pub enum Selective {
     /// Norms and gates (this project's `selective`). Without a gate the activation is in a
     /// product's epilogue, and its result is kept.
     NormsAndGates,
+    /// The norm before it and the MLP or the experts, whole.
+    Mlp,
+    /// The products that make queries, keys and values of narrow vectors.
+    UpProjections,
 }
 
 /// The division of layers among pipeline stages.
@@ -92,6 +96,8 @@ pub struct Stack {
     /// True if, with a split sequence, inputs of products are kept as gathered as long as that
     /// fits.
     pub keeps_gathered: bool,
+    /// True if the ranks of a context group get equal work under a causal mask.
+    pub balanced_context: bool,
     /// True if exchanges with experts run beside the compute of another micro-batch.
     pub overlap_experts: bool,
     /// True if the allocator grows its segments.

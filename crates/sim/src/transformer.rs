@@ -231,9 +231,9 @@ impl Architecture {
 /// frameworks that launch them one by one, and of each expert on the rank; with operands of 8 bits
 /// each expert has casts besides. (From the time per layer of runs whose host was the bottleneck:
 /// Qwen3 30B with 8 and 16 experts on a rank, DeepSeek-V3 with 32.)
-const MIXTURE_LAUNCHES: f64 = 150.0;
-const EXPERT_LAUNCHES: f64 = 8.0;
-const EXPERT_LAUNCHES_CAST: f64 = 14.0;
+const MIXTURE_LAUNCHES: f64 = 110.0;
+const EXPERT_LAUNCHES: f64 = 6.0;
+const EXPERT_LAUNCHES_CAST: f64 = 11.0;
 
 /// Bytes of an activation.
 const HALF: f64 = 2.0;
@@ -362,11 +362,17 @@ impl Builder<'_> {
         let (q, qkv) = (self.model.q() / t, self.model.qkv() / t);
         let kv = (qkv - q) / 2.0;
         let stream = m * d * HALF / self.sequence_split();
+        let start = unit.forward.len();
         for (index, (n, k)) in self.model.projections().into_iter().enumerate() {
             // Narrow vectors are made on every rank.
             let split = if self.model.latent.is_some() && index == 0 { self.sequence_split() } else { 1.0 };
             let n = if split > 1.0 || self.model.latent.is_some() && index == 0 { n } else { n / t };
             self.product(unit, m / split, n, k);
+        }
+        if self.stack.selective == Selective::UpProjections {
+            let again = if self.model.latent.is_some() { start + 1 } else { start };
+            let again: Vec<Kernel> = unit.forward[again..].to_vec();
+            unit.selective.extend(again);
         }
         self.scores(unit, causal);
         self.product(unit, m, d, q);
@@ -378,14 +384,30 @@ impl Builder<'_> {
         self.stream(unit, (5.0 + dropout) * stream + rotation, 2.0);
         // The norm's input, the product's input, q, k, v, attention's output, and a mask of one
         // byte.
-        let whole =
-            2.0 * stream + m * (2.0 * q + 2.0 * kv) * HALF + if self.stack.dropout { stream / 2.0 } else { 0.0 };
+        let operand = self.work.operand_bytes.min(HALF) / HALF;
+        // With latent attention, queries and keys also have their rotary part, and the narrow vectors
+        // are kept.
+        let latent = self.model.latent.map_or(0.0, |latent| {
+            let heads = f64::from(self.model.heads) / t;
+            2.0 * heads * f64::from(latent.rotary) + f64::from(latent.q + latent.kv + latent.rotary)
+        });
+        let whole = (1.0 + operand) * stream
+            + m * (2.0 * q + 2.0 * kv + latent) * HALF
+            + if self.stack.dropout { stream / 2.0 } else { 0.0 };
         // Rotated copies of q and k, if rotation is a kernel of its own.
         let eager = if self.stack.fused || self.model.positions > 0 { 0.0 } else { m * (q + kv) * HALF };
         let scores = self.score_bytes();
         unit.saved[0] += whole + eager + scores;
         unit.saved[1] += match self.stack.selective {
             Selective::CoreAttention => whole + eager,
+            Selective::Mlp => whole + eager + scores,
+            // The narrow vectors and the result.
+            Selective::UpProjections => match self.model.latent {
+                Some(latent) => {
+                    2.0 * stream + m * (f64::from(latent.q + latent.kv + latent.rotary) + q) * HALF
+                }
+                None => whole + eager + scores,
+            },
             // Inputs of norms, attention's operands and result.
             Selective::PerOp => stream + m * (2.0 * q + 2.0 * kv) * HALF,
             // Everything but the norm's result.
@@ -422,7 +444,10 @@ impl Builder<'_> {
     fn scores(&self, unit: &mut UnitWork, causal: bool) {
         let (s, c) = (f64::from(self.work.sequence), f64::from(self.model.head_dim));
         let heads = self.score_heads();
-        let queries = s / f64::from(self.work.context);
+        // Without balance, the last rank of a context group sees nearly all keys.
+        let cp = f64::from(self.work.context);
+        let most = if causal && !self.stack.balanced_context { 2.0 - 1.0 / cp } else { 1.0 };
+        let queries = s / cp * most;
         let kind = self.stack.attention;
         if kind != AttentionKind::Unfused {
             let attention =
@@ -456,6 +481,8 @@ impl Builder<'_> {
         let f = f64::from(self.model.ffn) / t;
         let up = if self.model.gated { 2.0 } else { 1.0 };
         unit.elements += self.model.mlp_elements();
+        let start = unit.forward.len();
+        let saved = unit.saved[1];
         let mut inner = m * f;
         match self.model.experts {
             None => {
@@ -477,11 +504,18 @@ impl Builder<'_> {
         let whole = (1.0 + operand) * stream + mask + (up + operand + extra) * inner * HALF;
         unit.saved[0] += whole;
         unit.saved[1] += match self.stack.selective {
-            Selective::CoreAttention => whole,
+            Selective::CoreAttention | Selective::UpProjections => whole,
+            Selective::Mlp => stream,
             Selective::PerOp => stream + 0.5 * up * inner * HALF,
             // Everything but the results of norm and gate.
             Selective::NormsAndGates => whole - operand * (stream + if gate { inner * HALF } else { 0.0 }),
         };
+        if self.stack.selective == Selective::Mlp {
+            // What experts keep is dropped with the rest.
+            unit.saved[1] = saved + stream;
+            let again: Vec<Kernel> = unit.forward[start..].to_vec();
+            unit.selective.extend(again);
+        }
         self.recomputed(unit, 2.0 * stream + if gate { activation } else { 0.0 }, if gate { 2.0 } else { 1.0 });
         unit.working[0] = unit.working[0].max((up + 1.0) * inner * HALF);
         unit.working[1] = unit.working[1].max(2.0 * stream + (up + 1.0) * inner * HALF);
