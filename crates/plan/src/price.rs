@@ -226,7 +226,7 @@ impl<'a> Pricer<'a> {
         let constants = &self.any().costs.constants;
         match self.request.cluster.device.family {
             Generation::Cpu => bytes as u64,
-            _ => (bytes * (1.0 + constants.fragmentation) + 1e9 * constants.context_gb) as u64,
+            _ => (bytes * (1.0 + constants.expandable) + 1e9 * constants.context_gb) as u64,
         }
     }
 

@@ -71,6 +71,8 @@ pub struct Constants {
     pub context_gb: f64,
     /// Memory that a caching allocator cannot use, as a share of the memory in use.
     pub fragmentation: f64,
+    /// The same if its segments grow.
+    pub expandable: f64,
     /// Memory that a caching allocator holds beyond the memory in use while there is room, if its
     /// segments do not grow.
     pub cached: f64,
@@ -234,6 +236,7 @@ impl TryFrom<File> for Constants {
             step_s: assume("step_s")?,
             context_gb: assume("context_gb")?,
             fragmentation: assume("fragmentation")?,
+            expandable: assume("expandable")?,
             cached: assume("cached")?,
             attention,
             prior,

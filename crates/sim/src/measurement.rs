@@ -342,6 +342,11 @@ impl Row {
         self.id.split('-').next().unwrap_or_default()
     }
 
+    /// The device and the source.
+    pub(crate) fn device_and_source(&self) -> (String, String) {
+        (self.device.clone(), self.source().to_owned())
+    }
+
     /// The kind of run.
     pub fn class(&self) -> Class {
         Class::of(&self.model, self.format, self.sequence)

@@ -108,8 +108,8 @@ impl Lowered {
             memory,
             device_bytes: self.case.cluster.device.memory_gb * 1e9,
             context_bytes: (constants.context_gb + stack.buckets_gb) * 1e9,
-            fragmentation: constants.fragmentation,
-            cached: if stack.expandable { constants.fragmentation } else { constants.cached },
+            fragmentation: if stack.expandable { constants.expandable } else { constants.fragmentation },
+            cached: if stack.expandable { constants.expandable } else { constants.cached },
         })
     }
 }
@@ -162,6 +162,11 @@ impl Prediction {
             MemoryFigure::Reserved => most(held * (1.0 + self.cached)),
             MemoryFigure::Device => most(held * (1.0 + self.cached) + self.context_bytes),
         }
+    }
+
+    /// The share of the step in which compute waits, on the rank that computes longest.
+    pub fn waiting(&self) -> f64 {
+        self.simulated.waiting()
     }
 
     /// Bytes of memory that the device must have.

@@ -64,6 +64,14 @@ pub struct Simulated {
     pub ranks: Vec<RankTime>,
 }
 
+impl Simulated {
+    /// The share of the step in which compute waits, on the rank that computes longest.
+    pub fn waiting(&self) -> f64 {
+        let busy = self.ranks.iter().map(|rank| rank.busy_s[Lane::Compute as usize]).fold(0.0, f64::max);
+        if self.step_s > 0.0 { (1.0 - busy / self.step_s).clamp(0.0, 1.0) } else { 0.0 }
+    }
+}
+
 /// The reason why programs cannot be simulated.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SimulateError {

@@ -548,8 +548,10 @@ impl Builder<'_> {
         }
         // Router, permutation to experts and back.
         self.stream(unit, 6.0 * routed * d * HALF, 6.0);
-        unit.saved[0] += 2.0 * routed * d * HALF;
-        unit.saved[1] += 2.0 * routed * d * HALF;
+        // The experts' input, in the format of products, and their result.
+        let kept = (1.0 + self.work.operand_bytes.min(HALF) / HALF) * routed * d * HALF;
+        unit.saved[0] += kept;
+        unit.saved[1] += kept;
         unit.expert_elements += self.model.mlp_elements();
         unit.expert_bytes = routed * d * HALF;
         unit.expert_copies = f64::from(experts.per_token);

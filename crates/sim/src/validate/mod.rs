@@ -3,10 +3,13 @@
 
 mod fit;
 mod solve;
+mod spread;
 
 pub use fit::{Fit, fit};
+pub use spread::class_errors;
 
 use crate::constants::Constants;
+use crate::errors::{ClassErrors, sources_of, wider};
 use crate::interval::Interval;
 pub use crate::measurement::Class;
 use crate::measurement::{MemoryFigure, Row};
@@ -29,6 +32,8 @@ pub struct Outcome {
     pub fits: bool,
     /// Memory that the device must have, over what it has.
     pub filled: f64,
+    /// Share of the step in which compute waits.
+    pub waiting: f64,
     /// The interval of tokens per second and device.
     pub speed_interval: Interval,
     /// The interval of memory, 1e9 bytes.
@@ -60,6 +65,11 @@ impl Outcome {
         self.row.memory_gb.map(|measured| self.memory_interval.holds(measured))
     }
 
+    /// The source, and true for dense models in 16 bits.
+    fn group(&self) -> (String, bool) {
+        (self.row.source().to_owned(), self.row.class() == Class::Dense)
+    }
+
     /// True if the verdict on memory agrees with the measurement.
     pub fn verdict_right(&self) -> bool {
         self.failed.is_none() && self.fits != self.row.out_of_memory
@@ -73,6 +83,41 @@ pub fn compare<'a>(
     constants: impl Fn(&str) -> &'a Constants + Sync,
 ) -> Vec<Outcome> {
     in_parallel(rows, |row| outcome(row, profiles, constants(row.source())))
+}
+
+/// Gives each outcome the intervals by the errors of the outcomes of other sources.
+pub fn add_intervals(outcomes: &mut [Outcome], profiles: &Profiles) {
+    let of: Vec<(String, bool, Option<ClassErrors>)> = {
+        let mut keys: Vec<(String, bool)> = outcomes.iter().map(Outcome::group).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        let errors = |(source, dense): (String, bool)| {
+            let others: Vec<&Outcome> = outcomes
+                .iter()
+                .filter(|other| other.row.source() != source && (other.row.class() == Class::Dense) == dense)
+                .collect();
+            let errors = class_errors(&others);
+            (source, dense, errors)
+        };
+        keys.into_iter().map(errors).collect()
+    };
+    // The number of things that no other source covers well: generations of devices that fewer than
+    // two others ran on.
+    let mut unfamiliar: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for outcome in outcomes.iter() {
+        let key = outcome.row.device_and_source();
+        let count = usize::from(sources_of(profiles, &outcome.row.device, Some(&key.1)) < 2);
+        unfamiliar.insert(key, count);
+    }
+    for outcome in outcomes {
+        let group = outcome.group();
+        let found = of.iter().find(|(source, dense, _)| (source, *dense) == (&group.0, group.1));
+        if let Some((_, _, Some(errors))) = found {
+            let wider = wider(unfamiliar[&outcome.row.device_and_source()]);
+            outcome.speed_interval = errors.speed.interval(outcome.tokens_per_s, outcome.waiting, wider);
+            outcome.memory_interval = errors.memory.interval(outcome.memory_gb, outcome.waiting, 1.0);
+        }
+    }
 }
 
 /// Maps `items` on as many threads as there are cores, in order.
@@ -103,6 +148,7 @@ fn outcome(row: &Row, profiles: &Profiles, constants: &Constants) -> Outcome {
         memory_gb: 0.0,
         fits: false,
         filled: 0.0,
+        waiting: 0.0,
         speed_interval: Interval::default(),
         memory_interval: Interval::default(),
     };
@@ -121,6 +167,7 @@ fn outcome(row: &Row, profiles: &Profiles, constants: &Constants) -> Outcome {
                 memory_gb: prediction.memory_bytes(figure) / 1e9,
                 fits: prediction.fits(),
                 filled: prediction.needed_bytes() / prediction.device_bytes,
+                waiting: prediction.waiting(),
                 speed_interval: Interval::exact(prediction.tokens_per_s),
                 memory_interval: Interval::exact(prediction.memory_bytes(figure) / 1e9),
             }
@@ -144,19 +191,33 @@ pub fn weighted_quantile(values: &[(f64, f64)], share: f64) -> Option<f64> {
 }
 
 /// For each group of at least three configurations of one model on the same devices that one source
-/// measured: the id of the one that is predicted fastest, and the speed that is lost by taking it.
-pub fn choices(outcomes: &[Outcome]) -> Vec<(&str, f64)> {
-    let mut groups: BTreeMap<String, Vec<(f64, f64, &str)>> = BTreeMap::new();
+/// measured: the configuration that is predicted fastest, and the speed that is lost by taking it.
+/// Of a configuration that was measured several times, the average counts.
+pub fn choices(outcomes: &[Outcome]) -> Vec<(String, f64)> {
+    let mut groups: BTreeMap<String, BTreeMap<String, Vec<(f64, f64)>>> = BTreeMap::new();
     for outcome in outcomes {
-        let Row { id, model, sequence, device, devices, format, .. } = &outcome.row;
-        let (Some(measured), None) = (outcome.row.tokens_per_s, &outcome.failed) else { continue };
-        let key = format!("{} {model:?} {sequence} {device} {devices} {format:?}", outcome.row.source());
-        groups.entry(key).or_default().push((outcome.tokens_per_s, measured, id));
+        let row = &outcome.row;
+        let (Some(measured), None) = (row.tokens_per_s, &outcome.failed) else { continue };
+        let Row { model, sequence, device, devices, format, .. } = row;
+        let group = format!("{} {model:?} {sequence} {device} {devices} {format:?}", row.source());
+        let Row { tp, pp, chunks, cp, ep, dp, shards, zero, micro_batch, recompute, offloaded, prefetch, .. } = row;
+        let configuration = format!(
+            "{} tp {tp} pp {pp} x {chunks} cp {cp} ep {ep} dp {dp}/{shards} zero {zero} mb {micro_batch} {recompute} {offloaded} {prefetch:?}",
+            row.source()
+        );
+        let measured = (outcome.tokens_per_s, measured);
+        groups.entry(group).or_default().entry(configuration).or_default().push(measured);
     }
-    let picked = |group: &Vec<(f64, f64, _)>| {
-        let best = group.iter().map(|(_, measured, _)| *measured).fold(0.0, f64::max);
-        let (_, measured, id) = *group.iter().max_by(|a, b| a.0.total_cmp(&b.0))?;
-        Some((id, 1.0 - measured / best))
+    let picked = |group: &BTreeMap<String, Vec<(f64, f64)>>| {
+        let average = |(name, runs): (&String, &Vec<(f64, f64)>)| {
+            let count = runs.len() as f64;
+            let sums = runs.iter().fold((0.0, 0.0), |sums, run| (sums.0 + run.0, sums.1 + run.1));
+            (name.clone(), sums.0 / count, sums.1 / count)
+        };
+        let all: Vec<(String, f64, f64)> = group.iter().map(average).collect();
+        let best = all.iter().map(|(_, _, measured)| *measured).fold(0.0, f64::max);
+        let (name, _, measured) = all.into_iter().max_by(|a, b| a.1.total_cmp(&b.1))?;
+        Some((name, 1.0 - measured / best))
     };
     groups.values().filter(|group| group.len() >= 3).filter_map(picked).collect()
 }
