@@ -110,7 +110,7 @@ fn write_errors(outcomes: &[Outcome]) -> anyhow::Result<()> {
             let trainyard_sim::errors::Spread { low, high, waiting } = spread;
             writeln!(text, "{name} = {{ low = {low:.4}, high = {high:.4}, waiting = {waiting:.1} }}")?;
         }
-        for (name, value) in [("between", errors.between), ("within", errors.within), ("usual", errors.usual)] {
+        for (name, value) in [("between", errors.between), ("within", errors.within), ("usual", errors.usual), ("large", errors.large)] {
             writeln!(text, "{name} = {value:.4}")?;
         }
     }

@@ -23,6 +23,7 @@ pub fn class_errors(outcomes: &[&Outcome]) -> Option<ClassErrors> {
         between,
         within,
         usual: weighted_quantile(&sizes, 0.5)?,
+        large: weighted_quantile(&sizes, 0.9)?,
     })
 }
 
