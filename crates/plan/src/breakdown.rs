@@ -74,7 +74,7 @@ impl TimeCategory {
             TimeCategory::Pipeline => "waiting for other pipeline stages",
             TimeCategory::Data => "waiting for data",
             TimeCategory::Host => "waiting for host memory",
-            TimeCategory::Beside => "starting and ending the step",
+            TimeCategory::Beside => "fixed costs of a step, and its slowest node",
         }
     }
 

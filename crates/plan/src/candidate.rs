@@ -143,6 +143,28 @@ pub struct Layout {
     pub format: Format,
 }
 
+/// The part of a layout by which plans differ in kind: degrees but those of data parallelism, and
+/// whether nothing, the optimizer's state, or parameters too are sharded.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct LayoutKind {
+    tp: u32,
+    pp: u32,
+    cp: u32,
+    ep: u32,
+    sharded: u8,
+    devices: u32,
+    format: Format,
+}
+
+impl Layout {
+    /// The kind of this layout.
+    pub fn kind(&self) -> LayoutKind {
+        let Mesh { tp, pp, cp, ep, .. } = self.mesh;
+        let sharded = if self.zero_stage == 2 { 1 } else { self.zero_stage };
+        LayoutKind { tp, pp, cp, ep, sharded, devices: self.mesh.ranks(), format: self.format }
+    }
+}
+
 /// Bytes per element of state: f32 masters beside a 16-bit copy, or one f32 copy.
 pub fn state_bytes(format: Format) -> StateBytes {
     match format {
@@ -152,7 +174,7 @@ pub fn state_bytes(format: Format) -> StateBytes {
 }
 
 impl fmt::Display for Layout {
-    /// `tp 8 · pp 4 · dp 2 x 8 · ZeRO-1`; degrees of 1 are left out.
+    /// `tp 8, pp 4, dp 16, ZeRO-1 in groups of 8`; degrees of 1 are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = self.mesh;
         let mut parts: Vec<String> = [("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)]
@@ -160,14 +182,15 @@ impl fmt::Display for Layout {
             .filter(|(_, degree)| *degree > 1)
             .map(|(name, degree)| format!("{name} {degree}"))
             .collect();
-        parts.push(match (dp_replicate, dp_shard) {
-            (1, 1) => "dp 1".to_owned(),
-            (replicate, 1) => format!("ddp {replicate}"),
-            (1, shard) => format!("shard {shard}"),
-            (replicate, shard) => format!("ddp {replicate} x shard {shard}"),
-        });
+        let dp = dp_replicate * dp_shard;
+        if dp > 1 || parts.is_empty() {
+            parts.push(format!("dp {dp}"));
+        }
         if self.zero_stage > 0 {
-            parts.push(format!("ZeRO-{}", self.zero_stage));
+            parts.push(match dp_replicate {
+                1 => format!("ZeRO-{}", self.zero_stage),
+                _ => format!("ZeRO-{} in groups of {}", self.zero_stage, self.mesh.shard_degree()),
+            });
         }
         f.write_str(&parts.join(", "))
     }
@@ -242,7 +265,7 @@ mod tests {
     fn layouts_are_said_without_what_is_one() {
         let say = |mesh, zero_stage| Layout { mesh, zero_stage, format: Format::Bf16 }.to_string();
         assert_eq!(say(Mesh::default(), 0), "dp 1");
-        assert_eq!(say(Mesh { tp: 8, pp: 4, dp_shard: 16, ..Mesh::default() }, 1), "tp 8, pp 4, shard 16, ZeRO-1");
-        assert_eq!(say(Mesh::data(4, 8), 3), "ddp 4 x shard 8, ZeRO-3");
+        assert_eq!(say(Mesh { tp: 8, pp: 4, dp_shard: 16, ..Mesh::default() }, 1), "tp 8, pp 4, dp 16, ZeRO-1");
+        assert_eq!(say(Mesh::data(4, 8), 3), "dp 32, ZeRO-3 in groups of 8");
     }
 }

@@ -156,7 +156,7 @@ mod tests {
     use super::*;
     use crate::{Breakdown, Candidate};
     use trainyard_program::{MemoryKind, Mesh};
-    use trainyard_sim::Format;
+    use trainyard_sim::{Format, Interval};
 
     fn plan(layout: &str, parts: &[(TimeCategory, f64)]) -> Plan {
         let breakdown = Breakdown(parts.to_vec());
@@ -176,6 +176,9 @@ mod tests {
                 at: "backward block.4".into(),
             },
             usd_per_million_tokens: None,
+            step_interval: Interval::exact(1.0),
+            memory_interval: Interval::exact(1.0),
+            not_fitting: 0.0,
             breakdown,
         }
     }
@@ -226,7 +229,7 @@ mod tests {
         assert_eq!(said[2], "Cheaper, but too large: no offload needs 100.0 GiB.");
         assert_eq!(
             said[3],
-            "The next best layout (shard 2) costs 10.0 % more a token: in device time 1.00 s more starting and ending the step."
+            "The next best layout (shard 2) costs 10.0 % more a token: in device time 1.00 s more fixed costs of a step, and its slowest node."
         );
     }
 

@@ -30,9 +30,9 @@ pub mod table;
 pub mod timeline;
 mod what_if;
 
-pub use answer::{Answer, Counts, Memory, Outline, Plan};
+pub use answer::{Answer, Basis, Counts, Memory, Outline, Plan};
 pub use breakdown::{Breakdown, TimeCategory};
-pub use candidate::{Candidate, Checkpointing, Layout, state_bytes};
+pub use candidate::{Candidate, Checkpointing, Layout, LayoutKind, state_bytes};
 pub use nearest::PlanError;
 pub use planner::{Facts, plan, step};
 pub use price::{MemorySeries, PricedStep, Pricer};

@@ -64,7 +64,7 @@ impl Request {
                 stated.collect::<Vec<_>>().join(", ")
             ));
         }
-        let Limits { memory_bytes, devices, usd_per_hour } = self.limits;
+        let Limits { memory_bytes, devices, usd_per_hour, .. } = self.limits;
         let price = self.cluster.device.usd_per_hour;
         if usd_per_hour.is_some() && price <= 0.0 {
             return fail("a limit of dollars an hour needs a price per device: give --price".to_owned());
@@ -233,7 +233,12 @@ pub(crate) fn nearest_for_memory(request: &Request, facts: &Facts, needed: u64, 
     let device = (request.cluster.device.memory_gb * 1e9) as u64;
     let mut said = Vec::new();
     if needed <= device {
-        said.push(format!("a limit of {}", format_bytes(needed)));
+        // What stays free is given up first.
+        let free = (100.0 * (1.0 - needed as f64 / device as f64)).floor();
+        said.push(match request.limits.memory_bytes.is_none_or(|limit| limit >= needed) {
+            true => format!("a memory margin of {free} %"),
+            false => format!("a limit of {}", format_bytes(needed)),
+        });
     }
     said.extend(more_nodes(request, facts));
     said.extend(shorter(request, facts));

@@ -5,12 +5,14 @@ use crate::nearest::{nearest_for_memory, nothing_divides};
 use crate::search::{Bound, Found, Saving, Search};
 use crate::space::candidates;
 use crate::{
-    Answer, Breakdown, Candidate, Checkpointing, Counts, Layout, Memory, MemorySeries, Outline, Plan, PlanError,
-    PricedStep, Pricer, Request,
+    Answer, Basis, Breakdown, Candidate, Checkpointing, Counts, Layout, LayoutKind, Memory, MemorySeries, Outline, Plan,
+    PlanError, PricedStep, Pricer, Request,
 };
 use std::collections::HashMap;
 use trainyard_program::{Mesh, Offload, PipelineSchedule, Program, Tier};
-use trainyard_sim::{Constants, Generation, Stack};
+use trainyard_sim::errors::{runs_like, uncovered, wider};
+use trainyard_sim::measurement::Class;
+use trainyard_sim::{Constants, Errors, Generation, Interval, Stack};
 
 /// The facts that prices rest on.
 #[derive(Clone, Debug)]
@@ -42,6 +44,8 @@ pub(crate) struct Planner<'a> {
     candidates: Vec<Candidate>,
     pricer: Pricer<'a>,
     bounds: Vec<Bound>,
+    errors: Errors,
+    uncovered: Vec<String>,
 }
 
 impl<'a> Planner<'a> {
@@ -55,14 +59,16 @@ impl<'a> Planner<'a> {
         }
         let pricer = Pricer::new(request, &candidates, &facts.stack, &facts.constants);
         let bounds = pricer.bounds(&candidates);
-        Ok(Planner { request, candidates, pricer, bounds })
+        let devices = counts.first().copied().unwrap_or(1);
+        let uncovered = uncovered(&request.cluster.device, devices, request.sequence_length as u32);
+        Ok(Planner { request, candidates, pricer, bounds, errors: Errors::builtin(), uncovered })
     }
 
     pub(crate) fn search(&self) -> Found {
-        let mut numbers: HashMap<Layout, u32> = HashMap::new();
+        let mut numbers: HashMap<LayoutKind, u32> = HashMap::new();
         let number = |candidate: &Candidate| {
             let next = numbers.len() as u32;
-            *numbers.entry(candidate.layout()).or_insert(next)
+            *numbers.entry(candidate.layout().kind()).or_insert(next)
         };
         let groups: Vec<u32> = self.candidates.iter().map(number).collect();
         let savings = self.savings();
@@ -169,12 +175,12 @@ impl<'a> Planner<'a> {
     }
 
     fn answer(&self, found: &Found) -> Answer {
-        let mut layouts: Vec<Layout> = Vec::new();
+        let mut layouts: Vec<LayoutKind> = Vec::new();
         let mut plans = Vec::new();
         for index in &found.fitting {
             let candidate = &self.candidates[*index];
-            if plans.len() < self.request.shown && !layouts.contains(&candidate.layout()) {
-                layouts.push(candidate.layout());
+            if plans.len() < self.request.shown && !layouts.contains(&candidate.layout().kind()) {
+                layouts.push(candidate.layout().kind());
                 plans.push(self.plan(candidate).expect("it was simulated before"));
             }
         }
@@ -201,6 +207,7 @@ impl<'a> Planner<'a> {
             gap: found.gap,
             bytes_max: self.request.bytes_max(),
             objective: self.request.objective,
+            basis: self.basis(),
             simulated: found.fitting.iter().map(outline).collect(),
         }
     }
@@ -221,10 +228,54 @@ impl<'a> Planner<'a> {
             tokens_per_s,
             model_flops_per_s,
             mfu: model_flops_per_s / request.cluster.device.peak(candidate.format),
+            step_interval: self.step_interval(candidate, &step),
+            memory_interval: self.memory_interval(candidate, self.memory(&step).total),
+            not_fitting: self.not_fitting(candidate, self.memory(&step).total),
             memory: self.memory(&step),
             usd_per_million_tokens: (usd > 0.0).then(|| usd * devices / 3600.0 * 1e6 / tokens_per_s),
             breakdown: breakdown(&step),
         })
+    }
+
+    fn class(&self, candidate: &Candidate) -> Class {
+        Class::of(&self.request.model, candidate.format, self.request.sequence_length as u32)
+    }
+
+    /// Seconds of a step, from the interval of speed.
+    fn step_interval(&self, candidate: &Candidate, step: &PricedStep) -> Interval {
+        let errors = self.errors.of(self.class(candidate));
+        let speed = errors.speed.interval(1.0, step.waiting(), wider(self.uncovered.len()));
+        Interval { low: step.step_s / speed.high, expected: step.step_s, high: step.step_s / speed.low }
+    }
+
+    fn memory_interval(&self, candidate: &Candidate, bytes: u64) -> Interval {
+        self.errors.of(self.class(candidate)).memory.interval(bytes as f64, 0.0, wider(self.uncovered.len()))
+    }
+
+    /// The probability that a plan predicted to need `bytes` needs more than the device has, or the
+    /// request allows.
+    fn not_fitting(&self, candidate: &Candidate, bytes: u64) -> f64 {
+        let device = self.request.cluster.device.memory_gb * 1e9;
+        let there = self.request.limits.memory_bytes.map_or(device, |limit| device.min(limit as f64));
+        self.errors.of(self.class(candidate)).not_fitting(bytes as f64, there, wider(self.uncovered.len()))
+    }
+
+    fn basis(&self) -> Basis {
+        let request = self.request;
+        let class = Class::of(&request.model, request.formats[0], request.sequence_length as u32);
+        let errors = self.errors.of(class);
+        let (count, sources) = runs_like(class);
+        Basis {
+            runs: class.words(),
+            count,
+            sources,
+            usual_error: errors.usual.exp() - 1.0,
+            large_error: errors.large.exp() - 1.0,
+            uncovered: self.uncovered.clone(),
+            apart: errors.apart(),
+            memory_margin: request.limits.memory_margin,
+            correction: None,
+        }
     }
 
     fn memory(&self, step: &PricedStep) -> Memory {
@@ -329,7 +380,7 @@ fn changes(best: &Candidate, blocks: u32) -> Vec<(String, Candidate)> {
 impl Request {
     /// Bytes of a device that a plan may use.
     pub fn bytes_max(&self) -> u64 {
-        let device = (self.cluster.device.memory_gb * 1e9) as u64;
+        let device = (self.cluster.device.memory_gb * 1e9 * (1.0 - self.limits.memory_margin)) as u64;
         self.limits.memory_bytes.map_or(device, |bytes| bytes.min(device))
     }
 

@@ -114,6 +114,15 @@ pub struct PricedStep {
     pub step_s: f64,
 }
 
+impl PricedStep {
+    /// The share of the step in which compute waits, on the rank that computes longest.
+    pub fn waiting(&self) -> f64 {
+        let compute = trainyard_program::Lane::Compute as usize;
+        let busy = self.times.iter().map(|time| time.busy_s[compute]).fold(0.0, f64::max);
+        (1.0 - busy / self.step_s).clamp(0.0, 1.0)
+    }
+}
+
 /// Bytes by kind, in the order of [`MemoryKind::ALL`], each from its time in seconds until the
 /// next.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -226,7 +235,7 @@ impl<'a> Pricer<'a> {
         let constants = &self.any().costs.constants;
         match self.request.cluster.device.family {
             Generation::Cpu => bytes as u64,
-            _ => (bytes * (1.0 + constants.fragmentation) + 1e9 * constants.context_gb) as u64,
+            _ => (bytes * (1.0 + constants.expandable) + 1e9 * constants.context_gb) as u64,
         }
     }
 

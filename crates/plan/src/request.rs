@@ -41,6 +41,8 @@ pub struct Request {
 pub struct Limits {
     /// Bytes of a device that a step may use; None: all of its memory.
     pub memory_bytes: Option<u64>,
+    /// The share of a device's memory that is left free, because predictions may be too low.
+    pub memory_margin: f64,
     /// Maximum number of devices.
     pub devices: Option<u32>,
     /// US dollars an hour for all devices together.

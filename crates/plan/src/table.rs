@@ -2,10 +2,12 @@
 
 use crate::candidate::{checkpointing_words, details};
 use crate::explain::duration;
+use crate::answer::Basis;
 use crate::{Answer, Plan, Request};
 use std::fmt::Write as _;
 use trainyard_base::{format_bytes, format_count};
 use trainyard_program::Mesh;
+use trainyard_sim::Interval;
 
 /// `124M`, `70.6B`
 pub fn parameters(n: f64) -> String {
@@ -18,6 +20,45 @@ pub fn parameters(n: f64) -> String {
 /// `$0.42`, with as many digits as it needs.
 fn dollars(usd: f64) -> String {
     if usd >= 0.1 { format!("${usd:.2}") } else { format!("${usd:.2e}") }
+}
+
+/// `9.8-11.5 s`
+fn range(interval: Interval) -> String {
+    let (low, high) = (duration(interval.low), duration(interval.high));
+    match (low.split_once(' '), high.split_once(' ')) {
+        (Some((number, unit)), Some((_, same))) if unit == same => format!("{number}-{high}"),
+        _ => format!("{low}-{high}"),
+    }
+}
+
+/// What the answer rests on, in a few lines.
+fn basis(answer: &Answer) -> String {
+    let Basis { runs, count, sources, usual_error, large_error, uncovered, apart, memory_margin, correction } =
+        &answer.basis;
+    let percent = |share: f64| format!("{:.0} %", 100.0 * share);
+    let mut text = format!(
+        "rests on {count} published runs of {sources} sources ({runs}), predicted without their own source: half within {}, nine of ten within {}\n",
+        percent(*usual_error),
+        percent(*large_error)
+    );
+    if !uncovered.is_empty() {
+        let _ = writeln!(text, "not covered, so intervals are wider: {}", uncovered.join("; "));
+    }
+    if let Some(factor) = correction {
+        let _ = writeln!(text, "corrected by a measured step: all times x {factor:.3}");
+    }
+    if *memory_margin > 0.0 {
+        let free = percent(*memory_margin);
+        let _ = writeln!(text, "{free} of each device's memory are left free for the error of prediction (--memory-margin)");
+    }
+    match answer.basis.equal(&answer.plans) {
+        0 | 1 => {}
+        equal => {
+            let apart = percent(apart.exp() - 1.0);
+            let _ = writeln!(text, "plans 1 to {equal} cannot be told apart: a difference counts from {apart} on");
+        }
+    }
+    text
 }
 
 /// The whole answer.
@@ -43,10 +84,11 @@ pub fn table(request: &Request, answer: &Answer) -> String {
     if answer.gap > 0.0 {
         let _ = writeln!(
             text,
-            "by the bounds of what was not simulated, nothing is more than {:.0} % better",
+            "by the bounds of what was not simulated, no candidate is more than {:.0} % better",
             100.0 * answer.gap
         );
     }
+    text += &basis(answer);
     for (index, reason) in answer.reasons.iter().enumerate() {
         let _ = writeln!(text, "{}{reason}", if index == 0 { "why  " } else { "     " });
     }
@@ -94,10 +136,12 @@ pub fn cells(request: &Request, plan: &Plan) -> Vec<String> {
         format!("{} x {}", candidate.micro_batch, candidate.accumulation),
         checkpointing_words(candidate.checkpointing, blocks),
         duration(plan.step_s),
+        range(plan.step_interval),
         format_count(plan.tokens_per_s),
         format_count(plan.tokens_per_s / f64::from(devices)),
         format!("{:.1} %", 100.0 * plan.mfu),
         format_bytes(plan.memory.total),
+        format!("{:.0} %", 100.0 * (1.0 - plan.not_fitting)),
     ];
     if request.cluster.device.usd_per_hour > 0.0 {
         columns.push(plan.usd_per_million_tokens.map_or(String::new(), dollars));
@@ -108,7 +152,7 @@ pub fn cells(request: &Request, plan: &Plan) -> Vec<String> {
 
 /// The titles of [`cells`].
 pub fn titles(request: &Request) -> Vec<&'static str> {
-    let mut titles = vec!["layout", "batch", "recompute", "step", "tokens/s", "/device", "MFU", "memory"];
+    let mut titles = vec!["layout", "batch", "recompute", "step", "8 in 10", "tokens/s", "/device", "MFU", "memory", "fits"];
     if request.cluster.device.usd_per_hour > 0.0 {
         titles.push("$/1M tok");
     }
@@ -181,7 +225,13 @@ pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64)
     for (name, value) in facts {
         let _ = writeln!(text, "  {name:<32} {value}");
     }
-    let _ = writeln!(text, "\nstep {}, of which on rank {}:", duration(plan.step_s), plan.memory.rank);
+    let _ = writeln!(
+        text,
+        "\nstep {}, {} in 8 of 10 cases, of which on rank {}:",
+        duration(plan.step_s),
+        range(plan.step_interval),
+        plan.memory.rank
+    );
     for (part, seconds) in &plan.breakdown.0 {
         let share = 100.0 * seconds / plan.breakdown.total();
         let _ = writeln!(text, "  {:<40} {:>9}  {share:>5.1} %", part.words(), duration(*seconds));

@@ -30,6 +30,7 @@ fn small() -> Architecture {
         tied: false,
         positions: 0,
         experts: None,
+        latent: None,
     }
 }
 

@@ -66,7 +66,7 @@ impl Cluster {
             return Err(ClusterError::Large(text.into()));
         }
         let device = profiles.device(parts.next().ok_or_else(malformed)?.trim())?.clone();
-        let network = profiles.network(network.unwrap_or(usual_network(&device)))?.clone();
+        let network = profiles.network(network.unwrap_or(usual_network(&device, devices_per_node)))?.clone();
         Ok(Cluster { device, devices_per_node, nodes, network })
     }
 
@@ -89,14 +89,19 @@ impl Cluster {
     }
 }
 
-/// The usual network between nodes of `device`: that of the vendor's own systems.
-pub fn usual_network(device: &Device) -> &'static str {
+/// The usual network between nodes of `devices_per_node` times `device`: that of the vendor's own
+/// systems.
+pub fn usual_network(device: &Device, devices_per_node: u32) -> &'static str {
     use crate::profile::Generation;
     match device.family {
         Generation::Volta => "edr-1",
         Generation::Ampere if device.link_gb_s > 100.0 => "hdr-8",
         Generation::Hopper if device.link_gb_s > 100.0 => "ndr-8",
+        // A rack is one domain of links.
+        Generation::Blackwell if devices_per_node > 8 => "nvl72-ndr",
+        Generation::BlackwellUltra if devices_per_node > 8 => "nvl72-xdr",
         Generation::Blackwell => "ndr-8",
+        Generation::BlackwellUltra => "xdr-8",
         Generation::Cdna3 => "ndr-8",
         Generation::Cpu | Generation::Ada | Generation::Ampere | Generation::Hopper => "ethernet-25g",
     }

@@ -9,6 +9,7 @@
 
 use crate::cluster::{Cluster, Placed};
 use crate::constants::Constants;
+use crate::profile::Generation;
 
 /// The operation of a collective.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,7 +33,7 @@ pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operati
     let n = f64::from(placed.ranks);
     let passes = if operation == Operation::AllReduce { 2.0 } else { 1.0 };
     let moved = bytes * (n - 1.0) / n;
-    let link = cluster.device.link_gb_s * 1e9;
+    let link = cluster.device.link_gb_s * 1e9 * linked_share(cluster, placed);
     let start = constants.collective_start_us * 1e-6;
     let hop = constants.link_hop_us * 1e-6;
     if placed.nodes == 1 {
@@ -56,6 +57,22 @@ pub fn collective_s(cluster: &Cluster, constants: &Constants, operation: Operati
     ring.min(tree)
 }
 
+/// Seconds of an exchange with experts: each rank of the group sends `bytes`, `copies` of each
+/// token. A token crosses the network once for each other node that has some of its experts, and is
+/// copied there (DeepEP, HybridEP).
+pub fn to_experts_s(cluster: &Cluster, constants: &Constants, bytes: f64, copies: f64, placed: Placed) -> f64 {
+    if placed.nodes == 1 || copies < 1.0 {
+        return collective_s(cluster, constants, Operation::AllToAll, bytes, placed);
+    }
+    let nodes = f64::from(placed.nodes);
+    let reached = nodes * (1.0 - (1.0 - 1.0 / nodes).powf(copies));
+    let across = bytes * reached / copies * (nodes - 1.0) / nodes;
+    // Every rank of a node sends at the same time.
+    let each = network_bandwidth(cluster, placed) / f64::from(placed.ranks_per_node);
+    let inside = bytes / (cluster.device.link_gb_s * 1e9);
+    constants.collective_start_us * 1e-6 + cluster.network.ring_us * 1e-6 * (nodes - 1.0).min(4.0) + (across / each).max(inside)
+}
+
 /// Seconds of one message between neighbouring pipeline stages. Every device of a node sends one at
 /// the same time.
 pub fn message_s(cluster: &Cluster, constants: &Constants, bytes: f64, across_nodes: bool) -> f64 {
@@ -64,6 +81,16 @@ pub fn message_s(cluster: &Cluster, constants: &Constants, bytes: f64, across_no
         constants.message_us * 1e-6 + bytes / each
     } else {
         constants.message_us * 1e-6 + bytes / (cluster.device.link_gb_s * 1e9)
+    }
+}
+
+/// The share of a device's links that lead to ranks of its group. Behind a switch all do. V100s are
+/// linked to each other, so a group that is a part of a node uses a part of the links.
+fn linked_share(cluster: &Cluster, placed: Placed) -> f64 {
+    let peers = f64::from(cluster.devices_per_node.max(2) - 1);
+    match cluster.device.family {
+        Generation::Volta if placed.ranks_per_node > 1 => f64::from(placed.ranks_per_node - 1) / peers,
+        _ => 1.0,
     }
 }
 

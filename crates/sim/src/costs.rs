@@ -2,7 +2,7 @@
 //! run.
 
 use crate::cluster::Cluster;
-use crate::collective::{Operation, collective_s, message_s};
+use crate::collective::{Operation, collective_s, message_s, to_experts_s};
 use crate::constants::Constants;
 use crate::kernel::{Engine, Kernel};
 use crate::profile::Format;
@@ -25,6 +25,10 @@ const MESSAGE_BYTES: f64 = 256e6;
 /// The number of nodes that a network's `straggle_s` is for. Below it the wait falls with the
 /// fourth power; above it, where nobody measured, it is assumed to grow in proportion.
 const STRAGGLE_NODES: f64 = 64.0;
+
+/// Share of an exchange with experts that another micro-batch's compute hides, in software that
+/// interleaves two.
+const HIDDEN_EXPERTS: f64 = 0.8;
 
 /// Prices of one kind of unit on one rank.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -64,6 +68,8 @@ pub struct Costs {
     pub constants: Constants,
     /// The software.
     pub stack: Stack,
+    /// Number of experts that each token is sent to; 0 in dense models.
+    pub expert_copies: f64,
 }
 
 impl Costs {
@@ -84,6 +90,7 @@ impl Costs {
             cluster: cluster.clone(),
             constants: constants.clone(),
             stack: stack.clone(),
+            expert_copies: units.kinds.iter().map(|unit| unit.expert_copies).fold(0.0, f64::max),
         }
     }
 
@@ -161,6 +168,14 @@ impl Costs {
             | Action::Recv { .. }
             | Action::Snapshot => 0.0,
         }
+    }
+
+    /// Seconds of compute lost per second of the collective `instruction`, which takes `seconds`.
+    /// A collective occupies some cores for as long as it runs, and memory bandwidth and power in
+    /// proportion to the bytes that it moves.
+    pub fn interference(&self, instruction: &Instruction, seconds: f64) -> f64 {
+        let rate = instruction.bytes as f64 / seconds / (self.cluster.device.link_gb_s * 1e9);
+        self.constants.interference + self.constants.interference_moved * rate.min(1.0)
     }
 
     /// Seconds that `instruction` saves if it is sent together with the collective before it: its
@@ -295,7 +310,12 @@ impl Costs {
                 self.collective(Operation::AllGather, bytes, ranks, stride)
                     + self.collective(Operation::ReduceScatter, bytes, ranks, stride)
             }
-            Collective::AllToAll => self.collective(Operation::AllToAll, bytes, ranks, stride),
+            // Experts lie on the ranks of a tensor group first.
+            Collective::AllToAll => {
+                let placed = self.cluster.place(ranks * mesh.tp, 1);
+                let seconds = to_experts_s(&self.cluster, &self.constants, bytes, self.expert_copies, placed);
+                seconds * if self.stack.overlap_experts { 1.0 - HIDDEN_EXPERTS } else { 1.0 }
+            }
             Collective::Ring | Collective::AllGather => self.collective(Operation::AllGather, bytes, ranks, stride),
             Collective::ReduceScatter => self.collective(Operation::ReduceScatter, bytes, ranks, stride),
         }
@@ -353,7 +373,7 @@ impl Units {
                 work: 0,
                 kv_bytes: (unit.kv * context) as u64,
                 expert_elements: unit.expert_elements as u64,
-                expert_bytes: unit.expert_bytes as u64,
+                expert_bytes: (unit.expert_bytes * context) as u64,
                 split: None,
             }
         };

@@ -13,6 +13,9 @@
 use crate::constants::{AttentionKind, Constants};
 use crate::profile::{Device, Format, Generation};
 
+/// Operations per byte of an A100 in 16 bits, the unit of `tile_start_k`.
+const BALANCE: f64 = 312e12 / 2039e9;
+
 /// One kernel launch, or several equal ones.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Kernel {
@@ -55,6 +58,14 @@ pub enum Kernel {
         /// True for the backward.
         backward: bool,
     },
+    /// Memory-bound work as a chain of kernels, one per operation. Each reads what the one before
+    /// it wrote. The fields are those of [`Kernel::Stream`].
+    Unfused {
+        /// Bytes that one kernel would read and write.
+        bytes: f64,
+        /// Number of launches.
+        launches: f64,
+    },
     /// Memory-bound work.
     Stream {
         /// Bytes read and written.
@@ -85,14 +96,14 @@ impl Kernel {
                 let whole = 4.0 * heads * queries * keys * head_dim;
                 whole * if causal { 0.5 } else { 1.0 } * if backward { 2.5 } else { 1.0 }
             }
-            Kernel::Stream { .. } => 0.0,
+            Kernel::Stream { .. } | Kernel::Unfused { .. } => 0.0,
         }
     }
 
     /// The number of launches by the host.
     pub fn launches(&self) -> f64 {
         match *self {
-            Kernel::Stream { launches, .. } => launches,
+            Kernel::Stream { launches, .. } | Kernel::Unfused { launches, .. } => launches,
             Kernel::Attention { backward: true, .. } => 2.0,
             _ => 1.0,
         }
@@ -119,6 +130,9 @@ impl Engine<'_> {
                 kernel.flops() * diagonal / (share * self.device.peak(format))
             }
             Kernel::Stream { bytes, .. } => self.constants.stream_factor * bytes / self.bandwidth(),
+            Kernel::Unfused { bytes, .. } => {
+                self.constants.stream_factor * self.constants.unfused_factor * bytes / self.bandwidth()
+            }
         };
         run + launch
     }
@@ -130,7 +144,18 @@ impl Engine<'_> {
 
     /// FLOP/s that large products sustain.
     fn rate(&self) -> f64 {
-        self.device.product_rate(self.format) * self.constants.sustained(self.device.family)
+        let narrow = match self.format {
+            _ if !self.device.has(self.format) => 1.0,
+            Format::Fp8 => self.constants.eight_bit_share,
+            Format::Fp4 => self.constants.four_bit_share,
+            _ => 1.0,
+        };
+        self.device.product_rate(self.format) * self.constants.sustained(self.device.family) * narrow
+    }
+
+    /// Operations per byte of memory that the device is made for.
+    fn balance(&self) -> f64 {
+        self.device.peak(self.format) / (self.device.memory_gb_s * 1e9)
     }
 
     fn product_s(&self, m: f64, n: f64, k: f64) -> f64 {
@@ -143,6 +168,9 @@ impl Engine<'_> {
             return (2.0 * m * n * k / self.rate()).max(moved);
         }
         let cores = f64::from(self.device.multiprocessors);
+        // A tile's start and end wait for memory. Counted as k, they grow with the operations that
+        // a core does meanwhile.
+        let start = self.constants.tile_start_k * self.balance() / BALANCE;
         // Tile shapes, each with its slowdown against the largest: it loads more bytes per
         // operation.
         let tiles: [(f64, f64, f64); 4] =
@@ -152,7 +180,7 @@ impl Engine<'_> {
             let waves = (m / rows).ceil() * (n / columns).ceil() / cores;
             let waves = if waves <= 1.0 { 1.0 } else { waves + (waves.ceil() - waves) * self.constants.wave_share };
             let slower = slower / tiles[largest].2;
-            waves * cores * rows * columns * 2.0 * (k + self.constants.tile_start_k) * slower / self.rate()
+            waves * cores * rows * columns * 2.0 * (k + start) * slower / self.rate()
         };
         tiles[largest..].iter().map(|tile| seconds(*tile)).fold(f64::INFINITY, f64::min).max(moved)
     }

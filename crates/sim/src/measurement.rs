@@ -8,10 +8,10 @@
 
 use crate::cluster::Cluster;
 use crate::profile::{Format, ProfileError, Profiles};
-use crate::stack::{Partition, Stack};
-use crate::transformer::{Architecture, Experts, Workload};
+use crate::stack::{Partition, Selective, Stack};
+use crate::transformer::{Architecture, Experts, Latent, Workload};
 use serde::Deserialize;
-use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Schedule, Strategy};
+use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Schedule, Strategy, Tier};
 
 /// The bytes that a memory figure counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,6 +22,47 @@ pub enum MemoryFigure {
     Reserved,
     /// All bytes in use on the device (nvidia-smi).
     Device,
+}
+
+/// The kinds of runs whose errors are shown apart.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Class {
+    /// Dense models whose products have operands of at least 16 bits.
+    Dense,
+    /// Mixtures of experts.
+    Mixture,
+    /// Dense models with operands of 8 or 4 bits.
+    Narrow,
+    /// Sequences of at least [`LONG_SEQUENCE`] tokens.
+    Long,
+}
+
+/// Number of tokens from which a sequence counts as long.
+pub const LONG_SEQUENCE: u32 = 32_768;
+
+impl Class {
+    /// Every class.
+    pub const ALL: [Class; 4] = [Class::Dense, Class::Mixture, Class::Narrow, Class::Long];
+
+    /// The class of a model's runs.
+    pub fn of(model: &Architecture, format: Format, sequence: u32) -> Class {
+        match (model.experts, format.bytes() < 2.0) {
+            _ if sequence >= LONG_SEQUENCE => Class::Long,
+            (Some(_), _) => Class::Mixture,
+            (None, true) => Class::Narrow,
+            (None, false) => Class::Dense,
+        }
+    }
+
+    /// The words for it.
+    pub fn words(self) -> &'static str {
+        match self {
+            Class::Dense => "dense models in 16 bits",
+            Class::Mixture => "mixtures of experts",
+            Class::Narrow => "dense models in 8 and 4 bits",
+            Class::Long => "sequences of 32,768 tokens and more",
+        }
+    }
 }
 
 /// One published run.
@@ -55,6 +96,8 @@ pub struct Row {
     pub ep: u32,
     /// Data-parallel degree.
     pub dp: u32,
+    /// Number of data-parallel ranks that share the state: `dp`, or fewer in hybrid sharding.
+    pub shards: u32,
     /// ZeRO stage.
     pub zero: u8,
     /// Number of sequences of a micro-batch.
@@ -63,8 +106,11 @@ pub struct Row {
     pub global_batch: u32,
     /// Number format of products.
     pub format: Format,
-    /// `none`, `selective`, `alternate` (every second layer full), `full`.
+    /// `none`, `selective` as the stack does it, `mlp`, `norms` or `up_projections` instead, `alternate` (every second layer full), `full`, or the share of layers
+    /// of which only the input is kept.
     pub recompute: String,
+    /// Number of layers whose activations lie on the host between forward and backward.
+    pub offloaded: u32,
     /// Number of units gathered ahead, if the source says so.
     pub prefetch: Option<u32>,
     /// Name of the software stack.
@@ -215,9 +261,12 @@ impl Fields<'_> {
     fn row(&self) -> Result<Row, String> {
         let family = self.text("family")?.to_owned();
         let gated = family != "gpt";
+        // Benchmarks deal tokens evenly unless they say so.
+        let natural = self.text("remark")?.contains("natural routing");
+        let imbalance = if natural { Experts::NATURAL } else { 1.0 };
         let experts = match family.as_str() {
-            "qwen-moe" => Some(Experts { count: 128, per_token: 8, shared_ffn: 0 }),
-            "deepseek-v3" => Some(Experts { count: 256, per_token: 8, shared_ffn: 2048 }),
+            "qwen-moe" => Some(Experts { count: 128, per_token: 8, shared_ffn: 0, imbalance }),
+            "deepseek-v3" => Some(Experts { count: 256, per_token: 8, shared_ffn: 2048, imbalance }),
             _ => None,
         };
         let sequence = self.number("sequence")?;
@@ -234,13 +283,14 @@ impl Fields<'_> {
             tied: self.text("tied")? == "y",
             positions: if gated { 0 } else { sequence },
             experts,
+            latent: (family == "deepseek-v3").then_some(Latent { q: 1536, kv: 512, rotary: 64 }),
         };
         let format = match self.text("precision")? {
             "bf16" => Format::Bf16,
             "fp16" => Format::Fp16,
             "fp32" => Format::Fp32,
             "tf32" => Format::Tf32,
-            "fp8" => Format::Fp8,
+            "fp8" | "mxfp8" => Format::Fp8,
             "fp4" => Format::Fp4,
             other => return Err(format!("`precision` is `{other}`")),
         };
@@ -266,11 +316,13 @@ impl Fields<'_> {
             cp: self.number("cp")?,
             ep: self.number("ep")?,
             dp: self.number("dp")?,
+            shards: self.number("shards")?,
             zero: self.number("zero")? as u8,
             micro_batch: self.number("micro_batch")?,
             global_batch: self.number("global_batch")?,
             format,
             recompute: self.text("recompute")?.to_owned(),
+            offloaded: self.maybe("offloaded")?.map_or(0, |layers| layers as u32),
             prefetch: self.maybe("prefetch")?.map(|units| units as u32),
             stack: self.text("stack")?.to_owned(),
             tokens_per_s: self.maybe("tokens_per_s")?,
@@ -290,6 +342,16 @@ impl Row {
         self.id.split('-').next().unwrap_or_default()
     }
 
+    /// The device and the source.
+    pub(crate) fn device_and_source(&self) -> (String, String) {
+        (self.device.clone(), self.source().to_owned())
+    }
+
+    /// The kind of run.
+    pub fn class(&self) -> Class {
+        Class::of(&self.model, self.format, self.sequence)
+    }
+
     /// The question that the row poses to the simulator.
     ///
     /// # Errors
@@ -301,9 +363,20 @@ impl Row {
         let device = profiles.device(&self.device).map_err(profile)?.clone();
         let network = profiles.network(&self.network).map_err(profile)?.clone();
         let nodes = self.devices.div_ceil(self.devices_per_node);
-        let cluster = Cluster { device, devices_per_node: self.devices_per_node, nodes, network };
+        let mut cluster = Cluster { device, devices_per_node: self.devices_per_node, nodes, network };
+        if self.offloaded > 0 {
+            // The simulator sends the activations of all layers. As many seconds pass as if only
+            // those of the offloaded ones were sent.
+            cluster.device.host_gb_s *= f64::from(self.model.layers) / f64::from(self.offloaded);
+        }
         let mut stack = Stack::named(&self.stack).map_err(shape)?;
         stack.prefetch = self.prefetch.unwrap_or(stack.prefetch);
+        stack.selective = match self.recompute.as_str() {
+            "mlp" => Selective::Mlp,
+            "norms" => Selective::NormsAndGates,
+            "up_projections" => Selective::UpProjections,
+            _ => stack.selective,
+        };
         let work = Workload {
             sequence: self.sequence,
             micro_batch: self.micro_batch,
@@ -315,11 +388,12 @@ impl Row {
         let sharded = self.zero > 0;
         let mesh = Mesh {
             pp: self.pp,
-            dp_replicate: if sharded { 1 } else { self.dp },
-            dp_shard: if sharded { self.dp } else { 1 },
+            dp_replicate: if sharded { self.dp / self.shards } else { self.dp },
+            dp_shard: if sharded { self.shards } else { 1 },
             cp: self.cp,
             tp: self.tp,
-            ep: self.ep,
+            // Experts are dealt to the ranks of a tensor group first.
+            ep: if self.ep > 1 { (self.ep / self.tp).max(1) } else { 1 },
         };
         let micro_batches = self.global_batch as f64 / f64::from(self.dp * self.micro_batch);
         if micro_batches < 1.0 {
@@ -331,23 +405,33 @@ impl Row {
 
     fn strategy(&self, stack: &Stack, accumulation_steps: u32) -> Strategy {
         let units = self.model.layers as usize + 2;
+        let share: f64 = self.recompute.parse().unwrap_or(0.0);
         let keep = |unit: usize| match self.recompute.as_str() {
             "full" => Keep::InputOnly,
-            "selective" => Keep::Selective,
+            "selective" | "mlp" | "norms" | "up_projections" => Keep::Selective,
             "alternate" if unit.is_multiple_of(2) => Keep::InputOnly,
+            // As often as the share says, evenly spread.
+            _ if ((unit + 1) as f64 * share).floor() > (unit as f64 * share).floor() => Keep::InputOnly,
             _ => Keep::Everything,
         };
         let mut strategy = Strategy::new(units);
         strategy.accumulation_steps = accumulation_steps;
         strategy.keep = (0..units).map(keep).collect();
         strategy.keep[0] = Keep::Everything;
+        if self.offloaded > 0 {
+            strategy.offload.activations = Some(Tier::Host);
+        }
         // FSDP's SHARD_GRAD_OP also shards parameters, and keeps them gathered from forward to
         // backward.
         let fully = self.zero >= 2;
         strategy.zero_stage = if fully { 3 } else { self.zero };
-        strategy.reshard_after_forward = if self.zero == 2 { Reshard::Never } else { Reshard::Always };
-        // FSDP reduces after every micro-batch.
-        strategy.reduce_schedule = if fully { ReduceSchedule::PerMicroBatch } else { ReduceSchedule::PerStep };
+        // In a pipeline the parameters stay gathered for all micro-batches.
+        let stays = self.zero == 2 || self.pp > 1;
+        strategy.reshard_after_forward = if stays { Reshard::Never } else { Reshard::Always };
+        // FSDP reduces after every micro-batch, and in a pipeline after the last.
+        let per_micro_batch = fully && self.pp == 1;
+        strategy.reduce_schedule =
+            if per_micro_batch { ReduceSchedule::PerMicroBatch } else { ReduceSchedule::PerStep };
         strategy.prefetch = stack.prefetch;
         strategy.bytes = stack.state;
         strategy.sequence_parallel = stack.sequence_parallel;

@@ -40,6 +40,7 @@ impl From<&ModelSpec> for Architecture {
             tied: spec.tie_embeddings,
             positions: if gated { 0 } else { spec.max_positions as u32 },
             experts: None::<Experts>,
+            latent: None,
         }
     }
 }

@@ -108,8 +108,8 @@ impl Lowered {
             memory,
             device_bytes: self.case.cluster.device.memory_gb * 1e9,
             context_bytes: (constants.context_gb + stack.buckets_gb) * 1e9,
-            fragmentation: constants.fragmentation,
-            cached: if stack.expandable { constants.fragmentation } else { constants.cached },
+            fragmentation: if stack.expandable { constants.expandable } else { constants.fragmentation },
+            cached: if stack.expandable { constants.expandable } else { constants.cached },
         })
     }
 }
@@ -118,12 +118,14 @@ impl Lowered {
 /// stages.
 fn cuts(case: &Case) -> Vec<u32> {
     let stretches = case.strategy.pipeline.stretches(case.mesh.pp);
-    let units = case.model.layers + case.model.encoder_layers + 2;
+    let blocks = case.model.layers + case.model.encoder_layers;
+    let units = blocks + 2;
     match case.stack.partition {
         _ if stretches == 1 || units < stretches => Vec::new(),
-        // The lowering divides layers equally itself.
-        Partition::Layers => Vec::new(),
-        Partition::Units => (1..stretches).map(|cut| cut * units / stretches).collect(),
+        // The lowering divides layers equally itself. Where that is not possible, embedding and
+        // head are counted as layers, as 126 blocks on 16 stages of 8 stretches.
+        Partition::Layers if blocks.is_multiple_of(stretches) || !units.is_multiple_of(stretches) => Vec::new(),
+        Partition::Layers | Partition::Units => (1..stretches).map(|cut| cut * units / stretches).collect(),
         Partition::Cost => {
             let head = f64::from(case.model.vocab) * f64::from(case.model.dim);
             let block = case.model.block_elements();
@@ -160,6 +162,11 @@ impl Prediction {
             MemoryFigure::Reserved => most(held * (1.0 + self.cached)),
             MemoryFigure::Device => most(held * (1.0 + self.cached) + self.context_bytes),
         }
+    }
+
+    /// The share of the step in which compute waits, on the rank that computes longest.
+    pub fn waiting(&self) -> f64 {
+        self.simulated.waiting()
     }
 
     /// Bytes of memory that the device must have.

@@ -19,8 +19,11 @@ pub enum Generation {
     Ada,
     /// H100, H200.
     Hopper,
-    /// B200, GB200, GB300.
+    /// B200, GB200.
     Blackwell,
+    /// B300, GB300.
+    #[serde(rename = "blackwell-ultra")]
+    BlackwellUltra,
     /// MI300X.
     Cdna3,
     /// A host's cores.

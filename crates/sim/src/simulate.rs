@@ -64,6 +64,14 @@ pub struct Simulated {
     pub ranks: Vec<RankTime>,
 }
 
+impl Simulated {
+    /// The share of the step in which compute waits, on the rank that computes longest.
+    pub fn waiting(&self) -> f64 {
+        let busy = self.ranks.iter().map(|rank| rank.busy_s[Lane::Compute as usize]).fold(0.0, f64::max);
+        if self.step_s > 0.0 { (1.0 - busy / self.step_s).clamp(0.0, 1.0) } else { 0.0 }
+    }
+}
+
 /// The reason why programs cannot be simulated.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SimulateError {
@@ -139,8 +147,9 @@ struct Player<'a> {
     keep: Vec<(Keep, u32)>,
     /// Seconds of reductions that are postponed until backward is over.
     put_off: f64,
-    /// The last intervals of compute and of collectives, to find overlaps.
-    recent: [Vec<Span>; 2],
+    /// The last intervals of compute and of collectives, to find overlaps, each with the seconds of
+    /// compute that a second of the collective costs.
+    recent: [Vec<(Span, f64)>; 2],
 }
 
 impl<'a> Player<'a> {
@@ -259,18 +268,19 @@ impl<'a> Player<'a> {
                     seconds += std::mem::take(&mut self.put_off);
                 }
                 seconds += std::mem::take(&mut self.debt);
-                seconds += self.slowed(Span { start_s: start, end_s: start + seconds }, 1);
+                seconds += self.slowed(Span { start_s: start, end_s: start + seconds }, 1, 1.0);
                 let device = start + seconds;
                 end = device.max(self.host);
                 self.time.host_s += end - device;
-                remember(&mut self.recent[0], Span { start_s: start, end_s: end });
+                remember(&mut self.recent[0], (Span { start_s: start, end_s: end }, 1.0));
             }
             Lane::Reduce if !self.costs.stack.overlap_reduce => self.put_off += seconds,
             Lane::Gather | Lane::Reduce => {
                 end = start + seconds;
                 let span = Span { start_s: start, end_s: end };
-                self.debt += self.slowed(span, 0);
-                remember(&mut self.recent[1], span);
+                let share = self.costs.interference(instruction, seconds.max(1e-9));
+                self.debt += self.slowed(span, 0, share);
+                remember(&mut self.recent[1], (span, share));
             }
             Lane::Inner => end = (start + seconds).max(self.host),
             Lane::Send | Lane::Receive => end = (start + seconds).max(arrival),
@@ -329,12 +339,11 @@ impl<'a> Player<'a> {
     }
 
     /// Seconds of compute lost while `span` and the other side's recent intervals overlap.
-    fn slowed(&mut self, span: Span, other: usize) -> f64 {
-        let overlap: f64 = self.recent[other]
+    fn slowed(&mut self, span: Span, other: usize, share: f64) -> f64 {
+        let lost: f64 = self.recent[other]
             .iter()
-            .map(|other| (span.end_s.min(other.end_s) - span.start_s.max(other.start_s)).max(0.0))
+            .map(|(other, its)| share * its * (span.end_s.min(other.end_s) - span.start_s.max(other.start_s)).max(0.0))
             .sum();
-        let lost = self.costs.constants.interference * overlap;
         self.time.interference_s += lost;
         lost
     }
@@ -345,7 +354,7 @@ impl<'a> Player<'a> {
 }
 
 /// Keeps the last few intervals, because an instruction overlaps only neighbours.
-fn remember(recent: &mut Vec<Span>, span: Span) {
+fn remember(recent: &mut Vec<(Span, f64)>, span: (Span, f64)) {
     if recent.len() == 8 {
         recent.remove(0);
     }

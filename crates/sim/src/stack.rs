@@ -29,6 +29,10 @@ pub enum Selective {
     /// Norms and gates (this project's `selective`). Without a gate the activation is in a
     /// product's epilogue, and its result is kept.
     NormsAndGates,
+    /// The norm before it and the MLP or the experts, whole.
+    Mlp,
+    /// The products that make queries, keys and values of narrow vectors.
+    UpProjections,
 }
 
 /// The division of layers among pipeline stages.
@@ -65,6 +69,8 @@ pub struct Stack {
     pub attention: AttentionKind,
     /// True if chains of memory-bound operations are one kernel.
     pub fused: bool,
+    /// True if norms, rotations and gates are kernels of their own, though other chains are not.
+    pub fused_norms: bool,
     /// The launcher of kernels.
     pub dispatch: Dispatch,
     /// True if tensor parallelism also splits the sequence between products.
@@ -90,6 +96,10 @@ pub struct Stack {
     /// True if, with a split sequence, inputs of products are kept as gathered as long as that
     /// fits.
     pub keeps_gathered: bool,
+    /// True if the ranks of a context group get equal work under a causal mask.
+    pub balanced_context: bool,
+    /// True if exchanges with experts run beside the compute of another micro-batch.
+    pub overlap_experts: bool,
     /// True if the allocator grows its segments.
     pub expandable: bool,
     /// Flat buffers for collectives, 1e9 bytes.

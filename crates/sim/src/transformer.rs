@@ -41,10 +41,27 @@ pub struct Architecture {
     /// Experts, if MLPs are mixtures.
     #[serde(default)]
     pub experts: Option<Experts>,
+    /// Widths of the projections through which queries, keys and values are made; None: each is
+    /// made by one product.
+    #[serde(default)]
+    pub latent: Option<Latent>,
+}
+
+/// Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): queries, keys and values are
+/// made from narrow vectors.
+#[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+pub struct Latent {
+    /// Width of the vector that queries are made of.
+    pub q: u32,
+    /// Width of the vector that keys and values are made of.
+    pub kv: u32,
+    /// Width that queries and keys have beyond `head_dim`, for rotary positions.
+    pub rotary: u32,
 }
 
 /// A mixture of experts in every block.
 #[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Experts {
     /// Number of experts.
     pub count: u32,
@@ -53,6 +70,20 @@ pub struct Experts {
     /// Inner width of the MLP that every token goes through beside the experts; 0: none.
     #[serde(default)]
     pub shared_ffn: u32,
+    /// Tokens of the busiest rank over those of the average one.
+    #[serde(default = "natural_imbalance")]
+    pub imbalance: f64,
+}
+
+/// The imbalance of a router that is trained, as against one that deals tokens evenly: Qwen3 30B in
+/// Megatron-Bridge is 30 % slower with it, of which experts are somewhat more than the half.
+fn natural_imbalance() -> f64 {
+    Experts::NATURAL
+}
+
+impl Experts {
+    /// The imbalance where nothing is known of the routing.
+    pub const NATURAL: f64 = 1.4;
 }
 
 /// One rank's micro-batch, and the way a unit is split.
@@ -102,12 +133,16 @@ pub struct UnitWork {
     pub kv: f64,
     /// Elements of all parameters.
     pub elements: f64,
+    /// Launches of a mixture's forward and backward that are not in the kernels.
+    pub mixture_launches: f64,
     /// Number of parameter tensors.
     pub tensors: u32,
     /// Elements of the parameters of experts.
     pub expert_elements: f64,
     /// Bytes that a rank sends to experts on other ranks.
     pub expert_bytes: f64,
+    /// Number of experts that each token is sent to.
+    pub expert_copies: f64,
 }
 
 /// A model's units: kinds, and the kind of each unit in order.
@@ -136,7 +171,8 @@ impl Architecture {
 
     fn attention_elements(&self) -> f64 {
         let d = f64::from(self.dim);
-        d * self.qkv() + self.q() * d + 2.0 * d
+        let made: f64 = self.projections().iter().map(|(n, k)| n * k).sum();
+        made + self.q() * d + 2.0 * d
     }
 
     fn mlp_elements(&self) -> f64 {
@@ -147,6 +183,19 @@ impl Architecture {
             Some(experts) => {
                 let shared = matrices * f64::from(self.dim) * f64::from(experts.shared_ffn);
                 one * f64::from(experts.count) + shared + f64::from(self.dim) * f64::from(experts.count)
+            }
+        }
+    }
+
+    /// The products that make queries, keys and values: columns and inner length.
+    fn projections(&self) -> Vec<(f64, f64)> {
+        let d = f64::from(self.dim);
+        match self.latent {
+            None => vec![(self.qkv(), d)],
+            Some(latent) => {
+                let [q, kv, rotary] = [latent.q, latent.kv, latent.rotary].map(f64::from);
+                let heads = f64::from(self.heads);
+                vec![(q + kv + rotary, d), (self.q() + heads * rotary, q), (2.0 * self.q(), kv)]
             }
         }
     }
@@ -177,6 +226,14 @@ impl Architecture {
         Units { kinds, order }
     }
 }
+
+/// Launches of a mixture's router, permutations and exchanges in forward and backward, in
+/// frameworks that launch them one by one, and of each expert on the rank; with operands of 8 bits
+/// each expert has casts besides. (From the time per layer of runs whose host was the bottleneck:
+/// Qwen3 30B with 8 and 16 experts on a rank, DeepSeek-V3 with 32.)
+const MIXTURE_LAUNCHES: f64 = 110.0;
+const EXPERT_LAUNCHES: f64 = 6.0;
+const EXPERT_LAUNCHES_CAST: f64 = 11.0;
 
 /// Bytes of an activation.
 const HALF: f64 = 2.0;
@@ -242,7 +299,8 @@ impl Builder<'_> {
         // The input always stays for backward.
         unit.saved[2] = unit.output / self.sequence_split();
         let launches = self.stack.block_launches();
-        unit.extra_launches = [launches, 1.7 * launches];
+        let mixture = unit.mixture_launches;
+        unit.extra_launches = [launches + mixture / 3.0, 1.7 * launches + mixture * 2.0 / 3.0];
         unit
     }
 
@@ -251,17 +309,40 @@ impl Builder<'_> {
         unit.forward.push(Kernel::Product { m, n, k });
         unit.backward_input.push(Kernel::Product { m, n: k, k: n });
         unit.backward_weights.push(Kernel::Product { m: n, n: k, k: m });
+        self.casts(unit, m, n, k);
         if self.stack.selective == Selective::PerOp {
             // Every other product is repeated, which is half of each on average.
             unit.selective.push(Kernel::Product { m: m / 2.0, n, k });
         }
     }
 
+    /// Adds the casts of a product's operands to 8 or 4 bits: its input and its result's gradient
+    /// are read in 16 bits and written twice, along rows and along columns. Weights are cast once a
+    /// step, which costs little.
+    fn casts(&self, unit: &mut UnitWork, m: f64, n: f64, k: f64) {
+        if self.work.operand_bytes >= HALF {
+            return;
+        }
+        let cast = |elements: f64| Kernel::Stream {
+            bytes: (HALF + 2.0 * self.work.operand_bytes) * elements,
+            launches: 1.0,
+        };
+        unit.forward.push(cast(m * k));
+        unit.backward_input.push(cast(m * n));
+    }
+
     /// Adds memory-bound work: `bytes` in forward and 1.7 times that in backward, which also reads
     /// the gradient.
     fn stream(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
-        unit.forward.push(Kernel::Stream { bytes, launches });
-        unit.backward_input.push(Kernel::Stream { bytes: 1.7 * bytes, launches });
+        // Layer norms and GELU are one kernel each everywhere. Root-mean-square norms, rotations and
+        // gates are chains of operations unless somebody wrote kernels for them.
+        let chain = self.model.gated && !self.stack.fused && !self.stack.fused_norms;
+        let kernel = |bytes| match chain {
+            false => Kernel::Stream { bytes, launches },
+            true => Kernel::Unfused { bytes, launches },
+        };
+        unit.forward.push(kernel(bytes));
+        unit.backward_input.push(kernel(1.7 * bytes));
         if self.stack.selective == Selective::PerOp {
             unit.selective.push(Kernel::Stream { bytes, launches });
         }
@@ -281,7 +362,18 @@ impl Builder<'_> {
         let (q, qkv) = (self.model.q() / t, self.model.qkv() / t);
         let kv = (qkv - q) / 2.0;
         let stream = m * d * HALF / self.sequence_split();
-        self.product(unit, m, qkv, d);
+        let start = unit.forward.len();
+        for (index, (n, k)) in self.model.projections().into_iter().enumerate() {
+            // Narrow vectors are made on every rank.
+            let split = if self.model.latent.is_some() && index == 0 { self.sequence_split() } else { 1.0 };
+            let n = if split > 1.0 || self.model.latent.is_some() && index == 0 { n } else { n / t };
+            self.product(unit, m / split, n, k);
+        }
+        if self.stack.selective == Selective::UpProjections {
+            let again = if self.model.latent.is_some() { start + 1 } else { start };
+            let again: Vec<Kernel> = unit.forward[again..].to_vec();
+            unit.selective.extend(again);
+        }
         self.scores(unit, causal);
         self.product(unit, m, d, q);
         unit.elements += self.model.attention_elements();
@@ -292,14 +384,30 @@ impl Builder<'_> {
         self.stream(unit, (5.0 + dropout) * stream + rotation, 2.0);
         // The norm's input, the product's input, q, k, v, attention's output, and a mask of one
         // byte.
-        let whole =
-            2.0 * stream + m * (2.0 * q + 2.0 * kv) * HALF + if self.stack.dropout { stream / 2.0 } else { 0.0 };
+        let operand = self.work.operand_bytes.min(HALF) / HALF;
+        // With latent attention, queries and keys also have their rotary part, and the narrow vectors
+        // are kept.
+        let latent = self.model.latent.map_or(0.0, |latent| {
+            let heads = f64::from(self.model.heads) / t;
+            2.0 * heads * f64::from(latent.rotary) + f64::from(latent.q + latent.kv + latent.rotary)
+        });
+        let whole = (1.0 + operand) * stream
+            + m * (2.0 * q + 2.0 * kv + latent) * HALF
+            + if self.stack.dropout { stream / 2.0 } else { 0.0 };
         // Rotated copies of q and k, if rotation is a kernel of its own.
         let eager = if self.stack.fused || self.model.positions > 0 { 0.0 } else { m * (q + kv) * HALF };
         let scores = self.score_bytes();
         unit.saved[0] += whole + eager + scores;
         unit.saved[1] += match self.stack.selective {
             Selective::CoreAttention => whole + eager,
+            Selective::Mlp => whole + eager + scores,
+            // The narrow vectors and the result.
+            Selective::UpProjections => match self.model.latent {
+                Some(latent) => {
+                    2.0 * stream + m * (f64::from(latent.q + latent.kv + latent.rotary) + q) * HALF
+                }
+                None => whole + eager + scores,
+            },
             // Inputs of norms, attention's operands and result.
             Selective::PerOp => stream + m * (2.0 * q + 2.0 * kv) * HALF,
             // Everything but the norm's result.
@@ -336,7 +444,10 @@ impl Builder<'_> {
     fn scores(&self, unit: &mut UnitWork, causal: bool) {
         let (s, c) = (f64::from(self.work.sequence), f64::from(self.model.head_dim));
         let heads = self.score_heads();
-        let queries = s / f64::from(self.work.context);
+        // Without balance, the last rank of a context group sees nearly all keys.
+        let cp = f64::from(self.work.context);
+        let most = if causal && !self.stack.balanced_context { 2.0 - 1.0 / cp } else { 1.0 };
+        let queries = s / cp * most;
         let kind = self.stack.attention;
         if kind != AttentionKind::Unfused {
             let attention =
@@ -370,6 +481,8 @@ impl Builder<'_> {
         let f = f64::from(self.model.ffn) / t;
         let up = if self.model.gated { 2.0 } else { 1.0 };
         unit.elements += self.model.mlp_elements();
+        let start = unit.forward.len();
+        let saved = unit.saved[1];
         let mut inner = m * f;
         match self.model.experts {
             None => {
@@ -391,11 +504,18 @@ impl Builder<'_> {
         let whole = (1.0 + operand) * stream + mask + (up + operand + extra) * inner * HALF;
         unit.saved[0] += whole;
         unit.saved[1] += match self.stack.selective {
-            Selective::CoreAttention => whole,
+            Selective::CoreAttention | Selective::UpProjections => whole,
+            Selective::Mlp => stream,
             Selective::PerOp => stream + 0.5 * up * inner * HALF,
             // Everything but the results of norm and gate.
             Selective::NormsAndGates => whole - operand * (stream + if gate { inner * HALF } else { 0.0 }),
         };
+        if self.stack.selective == Selective::Mlp {
+            // What experts keep is dropped with the rest.
+            unit.saved[1] = saved + stream;
+            let again: Vec<Kernel> = unit.forward[start..].to_vec();
+            unit.selective.extend(again);
+        }
         self.recomputed(unit, 2.0 * stream + if gate { activation } else { 0.0 }, if gate { 2.0 } else { 1.0 });
         unit.working[0] = unit.working[0].max((up + 1.0) * inner * HALF);
         unit.working[1] = unit.working[1].max(2.0 * stream + (up + 1.0) * inner * HALF);
@@ -406,9 +526,11 @@ impl Builder<'_> {
     fn experts(&self, unit: &mut UnitWork, experts: Experts, up: f64) -> f64 {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
         let f = f64::from(self.model.ffn);
-        let routed = m / t * f64::from(experts.per_token);
+        let routed = m / t * f64::from(experts.per_token) * experts.imbalance;
         // For the rank's experts, each product becomes several smaller ones.
-        let local = f64::from(experts.count) / f64::from(self.work.expert);
+        // The ranks of a tensor group have other experts, too, if experts are dealt to ranks at all.
+        let ranks = if self.work.expert > 1 { f64::from(self.work.expert) * t } else { 1.0 };
+        let local = (f64::from(experts.count) / ranks).max(1.0);
         let rows = routed / local;
         // A grouped product fills the device as one product of all its rows would, but tiles end
         // with each expert's rows.
@@ -417,6 +539,7 @@ impl Builder<'_> {
             unit.forward.push(Kernel::Product { m: filled, n, k });
             unit.backward_input.push(Kernel::Product { m: filled, n: k, k: n });
             unit.backward_weights.push(Kernel::Product { m: n * local, n: k, k: rows });
+            self.casts(unit, routed, n, k);
         }
         if experts.shared_ffn > 0 {
             let shared = f64::from(experts.shared_ffn) / t;
@@ -425,10 +548,17 @@ impl Builder<'_> {
         }
         // Router, permutation to experts and back.
         self.stream(unit, 6.0 * routed * d * HALF, 6.0);
-        unit.saved[0] += 2.0 * routed * d * HALF;
-        unit.saved[1] += 2.0 * routed * d * HALF;
+        // The experts' input, in the format of products, and their result.
+        let kept = (1.0 + self.work.operand_bytes.min(HALF) / HALF) * routed * d * HALF;
+        unit.saved[0] += kept;
+        unit.saved[1] += kept;
         unit.expert_elements += self.model.mlp_elements();
         unit.expert_bytes = routed * d * HALF;
+        unit.expert_copies = f64::from(experts.per_token);
+        // Router, permutation and exchange launch kernels, and each expert's products, casts and
+        // gradients are kernels of their own.
+        let each = if self.work.operand_bytes < HALF { EXPERT_LAUNCHES_CAST } else { EXPERT_LAUNCHES };
+        unit.mixture_launches = MIXTURE_LAUNCHES + each * local;
         routed * f + m * f64::from(experts.shared_ffn) / t
     }
 

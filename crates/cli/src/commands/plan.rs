@@ -2,6 +2,7 @@
 //! speed, and explains which is best.
 
 mod here;
+mod measured;
 
 use super::config::resolve;
 use crate::output::{note, print, read};
@@ -21,7 +22,8 @@ use trainyard_plan::{
 };
 use trainyard_program::{Keep, MemoryKind, PipelineSchedule, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
-use trainyard_sim::{Cluster, Constants, Format, Generation, ProfileKind, Profiles, Stack, models};
+use trainyard_sim::measurement::Class;
+use trainyard_sim::{Cluster, Constants, Errors, Format, Generation, ProfileKind, Profiles, Stack, models};
 
 /// Find the best plan for training a model on a cluster, with reasons.
 ///
@@ -71,6 +73,16 @@ pub struct Args {
     /// The most memory of a device that a plan may use, e.g. 72GiB.
     #[arg(long, value_name = "SIZE")]
     memory_limit: Option<String>,
+    /// The share of a device's memory that stays free, in percent, because predictions may be too
+    /// low. Default with --cluster: what lets plans fit in eight of ten cases, by the errors of
+    /// predictions of published runs.
+    #[arg(long, value_name = "PERCENT")]
+    memory_margin: Option<f64>,
+    /// A step that was measured, which corrects all predictions: step_s=12.3, tokens_per_s=90000
+    /// (of all devices), or log=FILE (metrics.jsonl of a run). Append the layout that was measured
+    /// as in --fix: step_s=12.3,tp=8,pp=4. Without it, it is that of the best plan.
+    #[arg(long, value_name = "MEASURED")]
+    measured: Option<String>,
     /// Use at most this many devices.
     #[arg(long, value_name = "DEVICES")]
     max_gpus: Option<u32>,
@@ -151,7 +163,11 @@ pub fn run(args: &Args) -> Result<()> {
     let profiles = profiles(args)?;
     let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
     let (request, facts) = (request(args, &profiles)?, facts()?);
-    let answer = plan(&request, &facts)?;
+    let mut answer = plan(&request, &facts)?;
+    let correction = args.measured.as_deref().map(|text| measured::correction(text, &request, &facts)).transpose()?;
+    if let Some(correction) = &correction {
+        answer.correct(correction);
+    }
     let number = args.show.unwrap_or(1);
     let Some(shown) = number.checked_sub(1).and_then(|index| answer.plans.get(index)) else {
         bail!("--show {number}: the table has plans 1 to {}", answer.plans.len());
@@ -161,7 +177,10 @@ pub fn run(args: &Args) -> Result<()> {
         .map(|change| {
             let changed = change.apply(&request, &profiles)?;
             has_positions(&changed)?;
-            let answer = plan(&changed, &facts);
+            let mut answer = plan(&changed, &facts);
+            if let (Ok(answer), Some(correction)) = (&mut answer, &correction) {
+                answer.correct(correction);
+            }
             Ok((change.to_string(), answer))
         })
         .collect::<Result<Vec<_>>>()?;
@@ -201,6 +220,8 @@ impl Args {
             ("--max-gpus", self.max_gpus.is_some()),
             ("--max-cost-per-hour", self.max_cost_per_hour.is_some()),
             ("--price", self.price.is_some()),
+            ("--memory-margin", self.memory_margin.is_some()),
+            ("--measured", self.measured.is_some()),
             ("--budget-seconds", self.budget_seconds.is_some()),
         ];
         asked.into_iter().find_map(|(option, is_asked)| is_asked.then_some(option))
@@ -385,6 +406,7 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
         formats: if args.precision.is_empty() { vec![format] } else { formats(&args.precision)? },
         limits: Limits {
             memory_bytes: args.memory_limit.as_deref().map(size).transpose()?.or(memory_bytes),
+            memory_margin: margin(args.memory_margin)?,
             devices: args.max_gpus,
             usd_per_hour: args.max_cost_per_hour,
         },
@@ -394,6 +416,10 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
         threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
         budget: budget(args.budget_seconds)?,
     };
+    if args.memory_margin.is_none() && args.cluster.is_some() {
+        let class = Class::of(&request.model, request.formats[0], request.sequence_length as u32);
+        request.limits.memory_margin = Errors::builtin().of(class).memory_margin();
+    }
     if let Some(price) = args.price {
         if !(price >= 0.0 && price.is_finite()) {
             bail!("--price {price}: dollars an hour, 0 or more");
@@ -402,6 +428,13 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
     }
     has_positions(&request)?;
     Ok(request)
+}
+
+fn margin(percent: Option<f64>) -> Result<f64> {
+    match percent.unwrap_or(0.0) {
+        percent if (0.0..90.0).contains(&percent) => Ok(percent / 100.0),
+        percent => bail!("--memory-margin {percent}: a percentage from 0 to less than 90"),
+    }
 }
 
 /// Checks that the model supports the sequence length.
@@ -640,6 +673,8 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
         "objective": answer.objective,
         "search": answer.search,
         "gap": answer.gap,
+        "basis": answer.basis,
+        "equal_plans": answer.basis.equal(&answer.plans),
         "plans": answer.plans.iter().map(|plan| {
             let mut value = plan_json(plan);
             value["sets"] = settings(request, plan).ok().into();
@@ -677,6 +712,9 @@ pub fn plan_json(plan: &Plan) -> Value {
         "precision": candidate.format.name(),
         "runnable": candidate.runnable().is_yes(),
         "step_s": plan.step_s,
+        "step_s_interval": plan.step_interval,
+        "memory_bytes_interval": plan.memory_interval,
+        "not_fitting_probability": plan.not_fitting,
         "tokens_per_s": plan.tokens_per_s,
         "model_flops_per_s_per_device": plan.model_flops_per_s,
         "mfu": plan.mfu,
