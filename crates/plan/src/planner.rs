@@ -36,6 +36,13 @@ pub fn plan(request: &Request, facts: &Facts) -> Result<Answer, PlanError> {
     Ok(planner.answer(&found))
 }
 
+/// Prices one candidate; None if there is no lowering for it.
+pub fn price(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<Plan> {
+    let candidates = vec![*candidate];
+    let pricer = Pricer::new(request, &candidates, &facts.stack, &facts.constants);
+    Planner { request, candidates, pricer, bounds: Vec::new() }.plan(candidate)
+}
+
 /// A search that is ready to run.
 pub(crate) struct Planner<'a> {
     request: &'a Request,
