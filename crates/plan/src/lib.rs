@@ -36,7 +36,7 @@ pub use answer::{Answer, Counts, Memory, Outline, Plan};
 pub use breakdown::{Breakdown, TimeCategory};
 pub use candidate::{Candidate, Checkpointing, Layout, state_bytes};
 pub use nearest::PlanError;
-pub use planner::{Facts, plan, price, step};
+pub use planner::{Facts, Lacking, best, plan, price, step};
 pub use price::{MemorySeries, PricedStep, Pricer};
 pub use request::{Limits, Objective, Request};
 pub use search::Budget;

@@ -179,6 +179,7 @@ fn zero(keys: &mut Keys, settings: &mut Settings) -> Result<(), SettingsError> {
     settings.software.insert("overlap_reduce".to_owned(), overlap.into());
     if let Some(ranks) = keys.degree(&key("zero_hpz_partition_size"))?.filter(|ranks| *ranks > 1) {
         settings.reshard = Reshard::To(ranks);
+        settings.prefetch = 2;
     }
     if let Some(ranks) = keys.degree(&key("mics_shard_size"))? {
         settings.dp_shard = Some(ranks);

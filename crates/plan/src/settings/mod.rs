@@ -319,6 +319,15 @@ impl Settings {
         profile.changed(&self.software).map_err(SettingsError)
     }
 
+    /// Sequences of a step on `devices` devices, if the settings say them.
+    pub fn batch(&self, devices: u32) -> Option<u64> {
+        let made = || {
+            let model = (self.tp * self.pp * self.cp).max(1);
+            Some(u64::from(devices / model) * u64::from(self.micro_batch?) * u64::from(self.accumulation?))
+        };
+        self.global_batch.or_else(made)
+    }
+
     /// The candidates that the settings describe on the devices of `request`: one, or one for each
     /// micro-batch where they do not say it.
     ///

@@ -120,6 +120,13 @@ impl StackProfile {
         self.price.software(&self.name, changes)
     }
 
+    /// True if `other` can run the same layouts at the same prices.
+    pub fn runs_like(&self, other: &StackProfile) -> bool {
+        let rules = Rules { name: self.rules.name.clone(), ..other.rules.clone() };
+        let (name, source) = (self.software.name.clone(), self.software.source.clone());
+        rules == self.rules && Stack { name, source, ..other.software.clone() } == self.software
+    }
+
     /// The way in which its steps are priced, in words.
     pub fn words(&self) -> String {
         let software = &self.software;
