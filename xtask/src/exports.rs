@@ -105,7 +105,11 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     for line in said.lines().filter(|line| line.starts_with("refused ")) {
         println!("{line}");
     }
-    println!("bar: {PLANS} plans x {} trainers accepted, round trips keep the run: {}", FORMS.len(), if met { "met" } else { "MISSED" });
+    println!(
+        "bar: {PLANS} plans x {} trainers accepted, round trips keep the run: {}",
+        FORMS.len(),
+        if met { "met" } else { "MISSED" }
+    );
     Ok(met)
 }
 
@@ -153,7 +157,16 @@ fn export(program: &Path, form: &str, case: &Case, number: usize, missing: usize
     for (index, wanted) in plans.iter().take(missing).enumerate() {
         let file = folder.join(format!("{form}-{number}-{index}.txt"));
         let mut command = plan();
-        command.args(["--stack", stack, "--top", &SHOWN.to_string(), "--export", form, "--show", &(index + 1).to_string()]);
+        command.args([
+            "--stack",
+            stack,
+            "--top",
+            &SHOWN.to_string(),
+            "--export",
+            form,
+            "--show",
+            &(index + 1).to_string(),
+        ]);
         if !fixed.is_empty() {
             command.args(["--fix", fixed]);
         }

@@ -47,7 +47,9 @@ fn settings_that_are_printed_are_the_plan_that_was_shown() {
         let read = json(&folder, &["--from", file]);
         assert_eq!(read["stack"], stack);
         assert_eq!(read["not_priced"], serde_json::json!([]), "{form}: {}", ran.stdout);
-        for key in ["mesh", "zero_stage", "micro_batch_size", "accumulation_steps", "precision", "activation_checkpointing"] {
+        for key in
+            ["mesh", "zero_stage", "micro_batch_size", "accumulation_steps", "precision", "activation_checkpointing"]
+        {
             assert_eq!(read["now"][key], shown["plans"][0][key], "{form}: {key}: {}", ran.stdout);
         }
         let ratio = read["now"]["step_s"].as_f64().unwrap() / shown["plans"][0]["step_s"].as_f64().unwrap();
@@ -64,7 +66,12 @@ fn what_somebody_runs_is_priced_beside_what_would_be_better() {
             "zero_optimization": {"stage": 3, "zero_quantized_weights": true, "offload_optimizer": {"device": "cpu"}}}"#,
     );
     let ran = folder.run(&[&SMALL[..], &["--from", "ds_config.json"]].concat()).ok();
-    for part in ["ds_config.json, as DeepSpeed runs it", "assumed     gradient_accumulation_steps", "zero_quantized_weights", "% faster"] {
+    for part in [
+        "ds_config.json, as DeepSpeed runs it",
+        "assumed     gradient_accumulation_steps",
+        "zero_quantized_weights",
+        "% faster",
+    ] {
         assert!(ran.stdout.contains(part), "{part}: {}", ran.stdout);
     }
     folder.write("wrong.json", r#"{"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}}"#);
@@ -91,11 +98,9 @@ fn a_profile_of_ones_own_is_planned_for_and_mistakes_are_told() {
         assert_eq!((&plan["zero_stage"], &plan["activation_checkpointing"]["full"]), (&0.into(), &16.into()), "{plan}");
     }
     folder.write("wrong.toml", &profile.replace("overlap_reduce", "overlap"));
-    for (stack, says) in [
-        ("wrong.toml", "overlap"),
-        ("caffe", "one of trainyard, megatron"),
-        ("missing.toml", "missing.toml"),
-    ] {
+    for (stack, says) in
+        [("wrong.toml", "overlap"), ("caffe", "one of trainyard, megatron"), ("missing.toml", "missing.toml")]
+    {
         let ran = folder.run(&[&SMALL[..], &["--stack", stack]].concat());
         assert!(ran.code == Some(1) && ran.stderr.contains(says), "{stack}: {}", ran.stderr);
     }
@@ -115,7 +120,8 @@ fn a_mixture_plans_from_its_file_as_by_its_name() {
             "rope_theta": 1000000.0, "sliding_window": null, "tie_word_embeddings": false, "vocab_size": 32000}"#,
     );
     let plan = |model: &str| {
-        let more = ["--cluster", "4x8xH100", "--global-batch", "64", "--sequence-length", "4096", "--stack", "megatron"];
+        let more =
+            ["--cluster", "4x8xH100", "--global-batch", "64", "--sequence-length", "4096", "--stack", "megatron"];
         folder.run(&[&["plan", "--model", model][..], &more].concat()).ok().stdout
     };
     assert_eq!(plan("config.json"), plan("mixtral-8x7b"));

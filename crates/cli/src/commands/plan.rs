@@ -211,6 +211,9 @@ pub fn run(args: &Args) -> Result<()> {
     if args.show.is_some() {
         text += &format!("\n{}", table::details_of(&request, shown, number, answer.bytes_max));
         text += &match settings(&request, shown) {
+            _ if request.is_for_another_trainer() => {
+                format!("\nits settings: --export FORM --show {number}\n")
+            }
             Ok(sets) => {
                 let sets = sets.iter().map(|set| format!("  --set {}\n", quoted(set)));
                 format!("\nto run it on {} ranks:\n{}", shown.candidate.mesh.ranks(), sets.collect::<String>())

@@ -44,7 +44,13 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
             "bf16"
         }
     };
-    let kind = if sharded { "FSDP" } else if job.mesh().ranks() > 1 { "MULTI_GPU" } else { "\"NO\"" };
+    let kind = if sharded {
+        "FSDP"
+    } else if job.mesh().ranks() > 1 {
+        "MULTI_GPU"
+    } else {
+        "\"NO\""
+    };
     let _ = write!(
         text,
         "compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\nmixed_precision: {precision}\nnum_machines: {nodes}\n\
@@ -77,7 +83,10 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
             unsaid.push(format!("resharding to {ranks} ranks: FSDP2 reshards to all, which is written instead"));
         }
         if stage >= 2 && candidate.accumulation > 1 && candidate.reduce_schedule == ReduceSchedule::PerMicroBatch {
-            unsaid.push("gradients summed after every micro-batch: accumulate() sums them once, but for sync_each_batch".to_owned());
+            unsaid.push(
+                "gradients summed after every micro-batch: accumulate() sums them once, but for sync_each_batch"
+                    .to_owned(),
+            );
         }
         let _ = write!(
             text,
@@ -87,7 +96,9 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
             full > 0
         );
         let replicas = if dp_replicate > 1 && dp_shard == 1 && stage == 0 {
-            unsaid.push("replicas beside tensor parallelism: accelerate wants them sharded, and so they are written".to_owned());
+            unsaid.push(
+                "replicas beside tensor parallelism: accelerate wants them sharded, and so they are written".to_owned(),
+            );
             (1, dp_replicate)
         } else {
             (dp_replicate, dp_shard)
@@ -106,13 +117,37 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
 
 /// Keys that change neither speed nor memory, by their beginning.
 const HARMLESS: &[&str] = &[
-    "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "gpu_ids", "machine_rank", "main_",
-    "num_machines", "rdzv_backend", "same_network", "tpu_", "use_cpu", "fsdp_config.fsdp_auto_wrap_policy",
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "fsdp_config.fsdp_state_dict_type", "fsdp_config.fsdp_use_orig_params",
-    "fsdp_config.fsdp_sync_module_states", "fsdp_config.fsdp_cpu_ram_efficient_loading", "fsdp_config.fsdp_min_num_params",
-    "fsdp_config.fsdp_version", "fsdp_config.fsdp_backward_prefetch", "fsdp_config.fsdp_forward_prefetch", "command",
-    "tpu_env", "mpirun_config", "megatron_lm_config.megatron_lm_gradient_clipping", "parallelism_config.parallelism_config_cp_comm",
-    "parallelism_config.parallelism_config_cp_backend", "fp8_config", "main_training_function", "use_parallelism_config",
+    "compute_environment",
+    "debug",
+    "downcast_bf16",
+    "enable_cpu_affinity",
+    "gpu_ids",
+    "machine_rank",
+    "main_",
+    "num_machines",
+    "rdzv_backend",
+    "same_network",
+    "tpu_",
+    "use_cpu",
+    "fsdp_config.fsdp_auto_wrap_policy",
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_config.fsdp_state_dict_type",
+    "fsdp_config.fsdp_use_orig_params",
+    "fsdp_config.fsdp_sync_module_states",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading",
+    "fsdp_config.fsdp_min_num_params",
+    "fsdp_config.fsdp_version",
+    "fsdp_config.fsdp_backward_prefetch",
+    "fsdp_config.fsdp_forward_prefetch",
+    "command",
+    "tpu_env",
+    "mpirun_config",
+    "megatron_lm_config.megatron_lm_gradient_clipping",
+    "parallelism_config.parallelism_config_cp_comm",
+    "parallelism_config.parallelism_config_cp_backend",
+    "fp8_config",
+    "main_training_function",
+    "use_parallelism_config",
 ];
 
 /// Reads a configuration, in YAML or JSON.
@@ -140,7 +175,9 @@ pub(super) fn read(text: &str) -> Result<Settings, SettingsError> {
         "MULTI_GPU" | "NO" | "no" => {}
         other => return Err(SettingsError(format!("`distributed_type` is {other}, which is not planned for"))),
     }
-    if let Some(backend) = keys.text("dynamo_config.dynamo_backend").filter(|backend| !backend.eq_ignore_ascii_case("no")) {
+    if let Some(backend) =
+        keys.text("dynamo_config.dynamo_backend").filter(|backend| !backend.eq_ignore_ascii_case("no"))
+    {
         settings.software.insert("dispatch".to_owned(), "compiled".into());
         settings.software.insert("fused".to_owned(), true.into());
         settings.assumed.push(format!("torch.compile with {backend} fuses what torchtitan's does"));

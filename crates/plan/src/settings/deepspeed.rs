@@ -14,7 +14,8 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
     let stage = candidate.layout().zero_stage;
     for (axis, degree) in [("pipeline", pp), ("context", cp), ("expert", ep)] {
         if degree > 1 {
-            unsaid.push(format!("{axis} parallelism of degree {degree}: it stands in the model's code, not in the JSON"));
+            unsaid
+                .push(format!("{axis} parallelism of degree {degree}: it stands in the model's code, not in the JSON"));
         }
     }
     if pp > 1 && candidate.pipeline != PipelineSchedule::OneForwardOneBackward {
@@ -34,7 +35,9 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
     });
     match candidate.reshard {
         Reshard::To(ranks) if stage == 3 => zero["zero_hpz_partition_size"] = json!(ranks),
-        Reshard::Never if stage == 3 => unsaid.push("parameters that stay gathered from forward to backward".to_owned()),
+        Reshard::Never if stage == 3 => {
+            unsaid.push("parameters that stay gathered from forward to backward".to_owned())
+        }
         _ => {}
     }
     if stage >= 2 && candidate.accumulation > 1 && candidate.reduce_schedule == ReduceSchedule::PerStep {
@@ -45,7 +48,8 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
     if optimizer == Some(Tier::Host) {
         zero["offload_optimizer"] = cpu();
         if gradients.is_none() && stage >= 2 {
-            unsaid.push("gradients on the device: with offload_optimizer these stages keep them on the host".to_owned());
+            unsaid
+                .push("gradients on the device: with offload_optimizer these stages keep them on the host".to_owned());
         }
     }
     if parameters == Some(Tier::Host) {
@@ -63,7 +67,8 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
         "zero_optimization": zero,
     });
     if matches!(candidate.format, Format::Fp8 | Format::Fp4) {
-        unsaid.push(format!("products in {}: they stand in the model's code; bf16 is written", candidate.format.name()));
+        unsaid
+            .push(format!("products in {}: they stand in the model's code; bf16 is written", candidate.format.name()));
     }
     if tp > 1 {
         root["tensor_parallel"] = json!({"autotp_size": tp});
@@ -91,13 +96,40 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
 
 /// Keys that change neither speed nor memory, by their beginning.
 const HARMLESS: &[&str] = &[
-    "optimizer", "scheduler", "steps_per_print", "wall_clock_breakdown", "gradient_clipping", "prescale_gradients",
-    "gradient_predivide_factor", "dump_state", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "monitor",
-    "comms_logger", "checkpoint", "data_types", "elasticity", "memory_breakdown", "zero_allow_untested_optimizer",
-    "fp16.", "bf16.", "amp", "seed", "autotuning", "zero_force_ds_cpu_optimizer", "zero_optimization.stage3_gather_",
-    "zero_optimization.round_robin", "zero_optimization.contiguous_gradients", "zero_optimization.ignore_unused",
-    "zero_optimization.load_from", "zero_optimization.elastic", "zero_optimization.reduce_scatter",
-    "zero_optimization.allgather_partitions", "communication_data_type",
+    "optimizer",
+    "scheduler",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "gradient_clipping",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "dump_state",
+    "flops_profiler",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "monitor",
+    "comms_logger",
+    "checkpoint",
+    "data_types",
+    "elasticity",
+    "memory_breakdown",
+    "zero_allow_untested_optimizer",
+    "fp16.",
+    "bf16.",
+    "amp",
+    "seed",
+    "autotuning",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.stage3_gather_",
+    "zero_optimization.round_robin",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.ignore_unused",
+    "zero_optimization.load_from",
+    "zero_optimization.elastic",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.allgather_partitions",
+    "communication_data_type",
 ];
 
 /// Reads a configuration.
@@ -148,7 +180,9 @@ pub(super) fn read_value(value: &Value, settings: &mut Settings) -> Result<(), S
     }
     if keys.has("activation_checkpointing.") {
         settings.recompute = Recompute::Full;
-        settings.assumed.push("every block recomputes its forward, because there is a section activation_checkpointing".to_owned());
+        settings
+            .assumed
+            .push("every block recomputes its forward, because there is a section activation_checkpointing".to_owned());
         if keys.flag("activation_checkpointing.cpu_checkpointing")?.unwrap_or(false) {
             settings.offload.activations = Some(Tier::Host);
         }
@@ -157,7 +191,9 @@ pub(super) fn read_value(value: &Value, settings: &mut Settings) -> Result<(), S
         }
         keys.drop_all(&["activation_checkpointing."]);
     } else {
-        settings.assumed.push("nothing is recomputed: say --fix checkpointing=full if the script sets gradient_checkpointing".to_owned());
+        settings.assumed.push(
+            "nothing is recomputed: say --fix checkpointing=full if the script sets gradient_checkpointing".to_owned(),
+        );
     }
     keys.drop_all(HARMLESS);
     settings.unpriced.extend(keys.rest());

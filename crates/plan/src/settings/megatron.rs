@@ -16,7 +16,10 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
     }
     let (nodes, each) = job.nodes();
     let _ = writeln!(text, "# source this file, then run on every one of {nodes} nodes:");
-    let _ = writeln!(text, "#   torchrun --nnodes {nodes} --nproc-per-node {each} ... pretrain_gpt.py \"${{PLAN_ARGS[@]}}\" ...");
+    let _ = writeln!(
+        text,
+        "#   torchrun --nnodes {nodes} --nproc-per-node {each} ... pretrain_gpt.py \"${{PLAN_ARGS[@]}}\" ..."
+    );
     text += "# Data, tokenizer, optimizer and learning rate are yours to add.\n";
     let _ = writeln!(text, "PLAN_ARGS=(");
     for (title, options) in [
@@ -210,7 +213,8 @@ fn memory(job: &Job<'_>, unsaid: &mut Vec<String>) -> Vec<String> {
     }
     let Offload { optimizer, parameters, activations, gradients } = candidate.offload;
     if optimizer == Some(Tier::Host) {
-        let offload = ["--optimizer-cpu-offload", "--optimizer-offload-fraction 1.0", "--use-precision-aware-optimizer"];
+        let offload =
+            ["--optimizer-cpu-offload", "--optimizer-offload-fraction 1.0", "--use-precision-aware-optimizer"];
         all.extend(offload.map(str::to_owned));
     }
     for (what, tier) in [("parameters", parameters), ("activations", activations), ("gradients", gradients)] {
@@ -223,30 +227,135 @@ fn memory(job: &Job<'_>, unsaid: &mut Vec<String>) -> Vec<String> {
 
 /// Options that change neither speed nor memory as they are priced, by their beginning.
 const HARMLESS: &[&str] = &[
-    "adam-", "adlr", "attention-dropout", "attention-softmax-in-fp32", "blend", "ckpt-", "clip-grad", "ckpt_",
-    "cpu-affinity", "data-", "dataloader-type", "decay", "distributed-backend", "distributed-timeout", "eod-mask",
-    "eval-", "exit-", "finetune", "hidden-dropout", "init-method", "initial-loss-scale", "iterations", "layernorm-",
-    "load", "local-rank", "log-", "loss-scale", "lr", "make-vocab", "manual-gc", "mask-", "merge-file", "min-loss-scale",
-    "min-lr", "mock-data", "no-create", "no-load", "no-mmap", "no-save", "norm-epsilon", "normalization", "num-dataset",
-    "num-workers", "one-logger", "onnx", "optimizer", "override-opt", "per-split", "position-embedding", "profile",
-    "rampup", "reset-", "rotary-", "save", "seed", "sgd-", "split", "start-weight", "end-weight", "tensorboard",
-    "test-data", "timing", "tiktoken", "tokenizer", "train-data", "train-iters", "train-samples", "use-checkpoint",
-    "use-mcore", "use-rope", "use-rotary", "use-legacy", "valid-data", "vocab-", "wandb", "weight-decay", "bert-",
-    "group-query", "add-qkv", "disable-bias", "no-position", "qk-layernorm", "apply-", "no-bias-", "no-masked",
-    "no-rope", "attention-backend", "transformer-impl", "cross-entropy",
+    "adam-",
+    "adlr",
+    "attention-dropout",
+    "attention-softmax-in-fp32",
+    "blend",
+    "ckpt-",
+    "clip-grad",
+    "ckpt_",
+    "cpu-affinity",
+    "data-",
+    "dataloader-type",
+    "decay",
+    "distributed-backend",
+    "distributed-timeout",
+    "eod-mask",
+    "eval-",
+    "exit-",
+    "finetune",
+    "hidden-dropout",
+    "init-method",
+    "initial-loss-scale",
+    "iterations",
+    "layernorm-",
+    "load",
+    "local-rank",
+    "log-",
+    "loss-scale",
+    "lr",
+    "make-vocab",
+    "manual-gc",
+    "mask-",
+    "merge-file",
+    "min-loss-scale",
+    "min-lr",
+    "mock-data",
+    "no-create",
+    "no-load",
+    "no-mmap",
+    "no-save",
+    "norm-epsilon",
+    "normalization",
+    "num-dataset",
+    "num-workers",
+    "one-logger",
+    "onnx",
+    "optimizer",
+    "override-opt",
+    "per-split",
+    "position-embedding",
+    "profile",
+    "rampup",
+    "reset-",
+    "rotary-",
+    "save",
+    "seed",
+    "sgd-",
+    "split",
+    "start-weight",
+    "end-weight",
+    "tensorboard",
+    "test-data",
+    "timing",
+    "tiktoken",
+    "tokenizer",
+    "train-data",
+    "train-iters",
+    "train-samples",
+    "use-checkpoint",
+    "use-mcore",
+    "use-rope",
+    "use-rotary",
+    "use-legacy",
+    "valid-data",
+    "vocab-",
+    "wandb",
+    "weight-decay",
+    "bert-",
+    "group-query",
+    "add-qkv",
+    "disable-bias",
+    "no-position",
+    "qk-layernorm",
+    "apply-",
+    "no-bias-",
+    "no-masked",
+    "no-rope",
+    "attention-backend",
+    "transformer-impl",
+    "cross-entropy",
 ];
 
 /// Options of launchers, in the same command.
 const LAUNCHERS: &[&str] = &[
-    "nproc", "nnodes", "node-rank", "node_rank", "master", "rdzv", "standalone", "max-restarts", "local-ranks", "role",
+    "nproc",
+    "nnodes",
+    "node-rank",
+    "node_rank",
+    "master",
+    "rdzv",
+    "standalone",
+    "max-restarts",
+    "local-ranks",
+    "role",
 ];
 
 /// Options that describe the model, which --model gives.
 const MODEL: &[&str] = &[
-    "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels",
-    "max-position-embeddings", "swiglu", "untie-embeddings", "num-experts", "moe-router", "moe-ffn", "moe-shared",
-    "moe-aux", "moe-token-dispatcher", "moe-grouped-gemm", "moe-z-loss", "moe-layer-freq", "squared-relu",
-    "openai-gelu", "quick-geglu", "window-size",
+    "num-layers",
+    "hidden-size",
+    "ffn-hidden-size",
+    "num-attention-heads",
+    "num-query-groups",
+    "kv-channels",
+    "max-position-embeddings",
+    "swiglu",
+    "untie-embeddings",
+    "num-experts",
+    "moe-router",
+    "moe-ffn",
+    "moe-shared",
+    "moe-aux",
+    "moe-token-dispatcher",
+    "moe-grouped-gemm",
+    "moe-z-loss",
+    "moe-layer-freq",
+    "squared-relu",
+    "openai-gelu",
+    "quick-geglu",
+    "window-size",
 ];
 
 /// Reads the arguments of a script.
@@ -298,7 +407,10 @@ fn degrees(keys: &mut Keys, settings: &mut Settings) -> Result<(), SettingsError
     let sequence = keys.flag("sequence-parallel")?.unwrap_or(false);
     settings.software.insert("sequence_parallel".to_owned(), sequence.into());
     let layers: Option<u32> = keys.degree("num-layers")?;
-    let chunks = match (keys.degree("num-virtual-stages-per-pipeline-rank")?, keys.degree("num-layers-per-virtual-pipeline-stage")?) {
+    let chunks = match (
+        keys.degree("num-virtual-stages-per-pipeline-rank")?,
+        keys.degree("num-layers-per-virtual-pipeline-stage")?,
+    ) {
         (Some(chunks), _) => chunks,
         (None, Some(each)) => match layers {
             Some(layers) => (layers / settings.pp / each).max(1),

@@ -180,7 +180,12 @@ impl Job<'_> {
         let plan = self.plan;
         vec![
             heading(self.request).trim_end().to_owned(),
-            format!("{}; micro-batch {} x {}", plan.layout, self.candidate().micro_batch, self.candidate().accumulation),
+            format!(
+                "{}; micro-batch {} x {}",
+                plan.layout,
+                self.candidate().micro_batch,
+                self.candidate().accumulation
+            ),
             format!(
                 "predicted as {} runs it: {:.3} s a step, {:.1} % MFU, {} on the fullest device",
                 self.software.name,

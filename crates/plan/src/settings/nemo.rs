@@ -129,7 +129,8 @@ fn keys(job: &Job<'_>, unsaid: &mut Vec<String>) -> Vec<(String, String)> {
 
 /// Reads the keys of a command.
 pub(super) fn read(text: &str) -> Result<Settings, SettingsError> {
-    let mut keys = Keys::of_pairs(shell::assignments(text).into_iter().filter(|(_, value)| value != "null" && value != "None"));
+    let mut keys =
+        Keys::of_pairs(shell::assignments(text).into_iter().filter(|(_, value)| value != "null" && value != "None"));
     let mut settings = Settings::new(Dialect::Nemo);
     let strategy = |key: &str| format!("trainer.strategy.{key}");
     settings.tp = keys.degree(&strategy("tensor_model_parallel_size"))?.unwrap_or(1);
@@ -187,8 +188,17 @@ pub(super) fn read(text: &str) -> Result<Settings, SettingsError> {
     };
     settings.assumed.push("keys that are not in the command are the recipe's, which was not read".to_owned());
     keys.drop_all(&[
-        "log.", "optim.config.lr", "optim.lr_scheduler", "resume.", "trainer.max_steps", "trainer.val_", "trainer.limit_",
-        "trainer.log_", "trainer.strategy.ddp.overlap_param_gather", "trainer.strategy.ddp.check", "data.num_workers",
+        "log.",
+        "optim.config.lr",
+        "optim.lr_scheduler",
+        "resume.",
+        "trainer.max_steps",
+        "trainer.val_",
+        "trainer.limit_",
+        "trainer.log_",
+        "trainer.strategy.ddp.overlap_param_gather",
+        "trainer.strategy.ddp.check",
+        "data.num_workers",
     ]);
     settings.unpriced = keys.rest();
     Ok(settings)

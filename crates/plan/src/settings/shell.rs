@@ -100,7 +100,8 @@ fn words(text: &str) -> Words {
                         if ends {
                             value_parts.last_mut().expect("it has a part").0.pop();
                         }
-                        let before = if first.contains("+=") { variables.remove(&name).unwrap_or_default() } else { Vec::new() };
+                        let before =
+                            if first.contains("+=") { variables.remove(&name).unwrap_or_default() } else { Vec::new() };
                         let mut values = before;
                         values.extend(expand(&value_parts, &variables));
                         if ends {
@@ -110,12 +111,15 @@ fn words(text: &str) -> Words {
                         }
                     } else {
                         // Text keeps its spaces until it is expanded without quotes.
-                        let value = replace(&value_parts.iter().map(|(text, _)| text.as_str()).collect::<String>(), &variables);
+                        let value =
+                            replace(&value_parts.iter().map(|(text, _)| text.as_str()).collect::<String>(), &variables);
                         words.assigned.extend(value.split_whitespace().map(str::to_owned));
                         variables.insert(name, vec![value]);
                     }
                 }
-                _ if parts.len() == 1 && !parts[0].1 && ["export", "local", "declare", "-a"].contains(&first.as_str()) => {}
+                _ if parts.len() == 1
+                    && !parts[0].1
+                    && ["export", "local", "declare", "-a"].contains(&first.as_str()) => {}
                 _ => command.extend(expand(&parts, &variables)),
             }
         }
@@ -276,7 +280,8 @@ fn replace(text: &str, variables: &BTreeMap<String, Vec<String>>) -> String {
 
 /// The value of sums and products of whole numbers and variables, without parentheses.
 fn arithmetic(text: &str, variables: &BTreeMap<String, Vec<String>>) -> Option<i64> {
-    let spaced = ["*", "/", "+", "-", "%"].iter().fold(text.to_owned(), |text, op| text.replace(op, &format!(" {op} ")));
+    let spaced =
+        ["*", "/", "+", "-", "%"].iter().fold(text.to_owned(), |text, op| text.replace(op, &format!(" {op} ")));
     let mut total = 0i64;
     let (mut term, mut sign, mut operation) = (None::<i64>, 1i64, "*".to_owned());
     for word in spaced.split_whitespace() {

@@ -40,10 +40,9 @@ fn plans(profile: &StackProfile, request: &Request, count: usize) -> Vec<Plan> {
 fn what_is_written_is_read_as_the_same_run() {
     for dialect in Dialect::ALL {
         let profile = StackProfile::named(dialect.stack()).unwrap();
-        for (name, formats) in [
-            ("llama-1b", [Format::Bf16, Format::Fp16]),
-            ("qwen3-30b-a3b", [Format::Bf16, Format::Fp32]),
-        ] {
+        for (name, formats) in
+            [("llama-1b", [Format::Bf16, Format::Fp16]), ("qwen3-30b-a3b", [Format::Bf16, Format::Fp32])]
+        {
             let request = Request { formats: formats.to_vec(), ..request(name, "2x4xH100", 32) };
             let plans = plans(&profile, &request, 25);
             assert!(plans.len() > 8, "{}: {}", dialect.name(), plans.len());
@@ -82,7 +81,10 @@ fn what_a_form_cannot_say_is_named() {
         (Dialect::Megatron, &["ZB-H1", "selective recomputation of the other 12"][..]),
         (Dialect::Nemo, &["ZB-H1", "ZeRO-2", "selective"]),
         (Dialect::Torchtitan, &["ZB-H1", "ZeRO-2", "every 4th block"]),
-        (Dialect::Deepspeed, &["pipeline parallelism of degree 2", "replicas of 2 shards", "selective", "only 4 of 16"]),
+        (
+            Dialect::Deepspeed,
+            &["pipeline parallelism of degree 2", "replicas of 2 shards", "selective", "only 4 of 16"],
+        ),
         (Dialect::Accelerate, &["pipeline parallelism of degree 2", "ZeRO-2", "only 4 of 16"]),
     ] {
         let unsaid = export(dialect, &request, &plan, &software).unsaid.join("; ");

@@ -29,7 +29,8 @@ pub(super) fn write(job: &Job<'_>) -> Exported {
     for line in job.header() {
         let _ = writeln!(text, "# {line}");
     }
-    let _ = writeln!(text, "# Run on {nodes} nodes of {each} devices. Data, optimizer and learning rate are yours to add.");
+    let _ =
+        writeln!(text, "# Run on {nodes} nodes of {each} devices. Data, optimizer and learning rate are yours to add.");
     model(job, &mut text, &mut unsaid);
     let pp = job.mesh().pp;
     // A pipeline's micro-batches are parts of the local batch.
@@ -81,7 +82,8 @@ fn model(job: &Job<'_>, text: &mut String, unsaid: &mut Vec<String>) {
             let _ = write!(text, "\n[model]\nname = \"{name}\"\nflavor = \"{flavor}\"\n");
         }
         None => {
-            unsaid.push("the model: torchtitan has no flavor of these sizes; set model.name and model.flavor".to_owned());
+            unsaid
+                .push("the model: torchtitan has no flavor of these sizes; set model.name and model.flavor".to_owned());
             text.push_str("\n[model]\n");
         }
     }
@@ -187,11 +189,35 @@ fn checkpoint(job: &Job<'_>, text: &mut String, unsaid: &mut Vec<String>) {
 
 /// Keys that change neither speed nor memory, by their beginning.
 const HARMLESS: &[&str] = &[
-    "job.", "profiling.", "metrics.", "checkpoint.", "optimizer.", "lr_scheduler.", "validation.", "comm.", "debug.",
-    "experimental.", "fault_tolerance.", "memory_estimation.", "model.hf_assets_path", "model.tokenizer_path",
-    "model.print_after", "model.name", "model.flavor", "model.norm_type", "training.dataset", "training.max_norm",
-    "training.steps", "training.gc_", "training.seed", "training.deterministic", "training.dataloader", "training.warmup",
-    "parallelism.context_parallel_load_balancer", "parallelism.pipeline_parallel_split_points", "training.data_parallel",
+    "job.",
+    "profiling.",
+    "metrics.",
+    "checkpoint.",
+    "optimizer.",
+    "lr_scheduler.",
+    "validation.",
+    "comm.",
+    "debug.",
+    "experimental.",
+    "fault_tolerance.",
+    "memory_estimation.",
+    "model.hf_assets_path",
+    "model.tokenizer_path",
+    "model.print_after",
+    "model.name",
+    "model.flavor",
+    "model.norm_type",
+    "training.dataset",
+    "training.max_norm",
+    "training.steps",
+    "training.gc_",
+    "training.seed",
+    "training.deterministic",
+    "training.dataloader",
+    "training.warmup",
+    "parallelism.context_parallel_load_balancer",
+    "parallelism.pipeline_parallel_split_points",
+    "training.data_parallel",
     "activation_checkpoint.per_op",
 ];
 
@@ -251,7 +277,9 @@ fn parallel(keys: &mut Keys, settings: &mut Settings) -> Result<(), SettingsErro
         "never" => Reshard::Never,
         "default" if settings.pp > 1 => Reshard::Never,
         "default" => Reshard::Always,
-        other => return Err(SettingsError(format!("`fsdp_reshard_after_forward` is {other}: default, always or never"))),
+        other => {
+            return Err(SettingsError(format!("`fsdp_reshard_after_forward` is {other}: default, always or never")));
+        }
     };
     let once = settings.pp > 1;
     settings.reduce_schedule = if once { ReduceSchedule::PerStep } else { ReduceSchedule::PerMicroBatch };
@@ -273,7 +301,9 @@ fn parallel(keys: &mut Keys, settings: &mut Settings) -> Result<(), SettingsErro
     if settings.pp > 1 && parts.is_none() {
         settings.software.insert("partition".to_owned(), "units".into());
         if let Some(layers) = layers.filter(|_| matches!(settings.schedule, PipelineSchedule::Interleaved { .. })) {
-            settings.assumed.push(format!("two chunks a stage, whatever `pipeline_parallel_layers_per_stage` = {layers} makes"));
+            settings
+                .assumed
+                .push(format!("two chunks a stage, whatever `pipeline_parallel_layers_per_stage` = {layers} makes"));
         }
     }
     keys.drop_all(&[
@@ -298,7 +328,9 @@ fn batch(keys: &mut Keys, settings: &mut Settings) -> Result<(), SettingsError> 
     settings.global_batch = keys.degree("training.global_batch_size")?.map(u64::from);
     if settings.global_batch.is_none() {
         settings.accumulation = Some(if settings.pp > 1 { local / micro.max(1) } else { 1 });
-        settings.assumed.push("no global_batch_size: torchtitan takes one local batch per data-parallel rank".to_owned());
+        settings
+            .assumed
+            .push("no global_batch_size: torchtitan takes one local batch per data-parallel rank".to_owned());
     }
     settings.sequence_length = Some(keys.number("training.seq_len")?.unwrap_or(2048));
     let param = keys.text("training.mixed_precision_param").unwrap_or_else(|| "bfloat16".to_owned());

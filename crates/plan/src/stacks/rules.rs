@@ -223,7 +223,8 @@ impl Rules {
     /// True if some layout on `mesh` can be expressed.
     pub fn allows(&self, mesh: &Mesh) -> bool {
         let Mesh { pp, cp, tp, ep, .. } = *mesh;
-        let within = tp <= self.tensor_max && pp <= self.pipeline_max && cp <= self.context_max && ep <= self.expert_max;
+        let within =
+            tp <= self.tensor_max && pp <= self.pipeline_max && cp <= self.context_max && ep <= self.expert_max;
         within && (pp == 1 || !self.schedules.is_empty()) && self.data_parallel.iter().any(|form| form.allows(mesh))
     }
 
@@ -317,7 +318,9 @@ impl Rules {
             (0, 0) => has(Recomputation::None).then_some(candidate.checkpointing),
             (0, _) => has(Recomputation::Selective).then_some(candidate.checkpointing),
             (full, _) if full == blocks => has(Recomputation::Full).then_some(candidate.checkpointing),
-            (full, selective) if selective > 0 && has(Recomputation::Mixed) => some(full).map(|it| Checkpointing { selective, ..it }),
+            (full, selective) if selective > 0 && has(Recomputation::Mixed) => {
+                some(full).map(|it| Checkpointing { selective, ..it })
+            }
             (full, _) if has(Recomputation::SomeFull) => {
                 // Every stretch recomputes equally many.
                 let stretches = candidate.mesh.pp * candidate.chunks();

@@ -43,7 +43,7 @@ pub(super) fn run(args: &Args, path: &Path, profiles: &Profiles) -> Result<()> {
         });
         return print(format_args!("{value:#}\n"));
     }
-    print(words(&file.to_string(), &request, &settings, &profile, &now, better.as_ref().ok(), &all))
+    print(words(&file.to_string(), &same, &settings, &profile, &now, better.as_ref().ok(), &all))
 }
 
 /// What the settings run.
@@ -83,7 +83,9 @@ fn today(settings: &Settings, request: &Request, facts: &Facts, profile: &StackP
     let Some(plan) = plan else { bail!("no step can be made of these settings: the schedule does not divide them") };
     if open {
         let micro = plan.candidate.micro_batch;
-        assumed.push(format!("the settings leave the micro-batch open: {micro}, the fastest that fits (--fix micro_batch=N says another)"));
+        assumed.push(format!(
+            "the settings leave the micro-batch open: {micro}, the fastest that fits (--fix micro_batch=N says another)"
+        ));
     }
     Ok(Today { fits: fits(&plan), plan, assumed })
 }
@@ -107,7 +109,8 @@ fn words(
     };
     if !now.fits {
         let total = format_bytes(now.plan.memory.total);
-        text += &format!("\nthese settings are predicted not to fit: {total} of {}\n", format_bytes(request.bytes_max()));
+        text +=
+            &format!("\nthese settings are predicted not to fit: {total} of {}\n", format_bytes(request.bytes_max()));
     }
     for assumed in &now.assumed {
         text += &format!("assumed     {assumed}\n");
@@ -117,11 +120,15 @@ fn words(
     }
     if let Some(better) = better {
         let faster = 100.0 * (now.plan.step_s / better.step_s - 1.0);
-        text += &match faster {
-            faster if faster < 0.5 => "\nnothing better was found for this trainer\n".to_owned(),
-            faster => format!("\n{faster:.1} % faster with the same trainer: --stack {} --export {} prints it\n", profile.name, settings.dialect.name()),
-        };
-        text += &table::difference("the best of this trainer were run", &now.plan, better);
+        if faster < 0.5 {
+            text += "\nnothing better was found for this trainer\n";
+        } else {
+            let (stack, form) = (&profile.name, settings.dialect.name());
+            text += &format!(
+                "\n{faster:.1} % faster with the same trainer; --stack {stack} --export {form} prints the settings\n"
+            );
+            text += &table::difference("the best of this trainer were run", &now.plan, better);
+        }
     }
     if !all.is_empty() {
         text += &format!("\n{}", stacks::table(request, all));

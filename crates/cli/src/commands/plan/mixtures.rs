@@ -19,8 +19,13 @@ const FAMILIES: [(&str, &str, &str, &str, Option<&str>); 3] = [
 
 /// Keys that say how experts are trained and used, not which products there are.
 const IGNORED: [&str; 7] = [
-    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "norm_topk_prob", "num_experts_per_tok",
-    "decoder_sparse_step", "mlp_only_layers",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "router_jitter_noise",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "decoder_sparse_step",
+    "mlp_only_layers",
 ];
 
 /// The architecture of a mixture; None if the file is of another kind of model.
@@ -32,12 +37,18 @@ pub(super) fn architecture(text: &str) -> Result<Option<Architecture>> {
     };
     let number = |key: &str| {
         let value = config.get(key).with_context(|| format!("config.json has no `{key}`"))?;
-        value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| *n > 0).with_context(|| format!("config.json: `{key}` is {value}"))
+        value
+            .as_u64()
+            .and_then(|n| u32::try_from(n).ok())
+            .filter(|n| *n > 0)
+            .with_context(|| format!("config.json: `{key}` is {value}"))
     };
     let sparse = config.get("decoder_sparse_step").and_then(Value::as_u64).unwrap_or(1);
     let dense_layers = config.get("mlp_only_layers").and_then(Value::as_array).is_some_and(|layers| !layers.is_empty());
     if sparse != 1 || dense_layers {
-        bail!("config.json: only models with experts in every block are planned (decoder_sparse_step, mlp_only_layers)");
+        bail!(
+            "config.json: only models with experts in every block are planned (decoder_sparse_step, mlp_only_layers)"
+        );
     }
     let experts = Experts {
         count: number(count)?,

@@ -55,8 +55,10 @@ pub(super) fn words(profile: &StackProfile) -> String {
 
 /// The best plan of the trainers called `names`, which run alike.
 pub(super) struct Best {
-    pub(super) names: Vec<String>,
-    pub(super) plan: Result<Plan, Lacking>,
+    names: Vec<String>,
+    plan: Result<Plan, Lacking>,
+    /// The request for these trainers.
+    request: Request,
 }
 
 /// Number of instructions that the search for one trainer may simulate.
@@ -82,7 +84,7 @@ pub(super) fn compare(request: &Request, facts: &Facts) -> Result<Vec<Best>> {
             Budget::Instructions(count) => Budget::Instructions(count.min(INSTRUCTIONS)),
             Budget::Seconds(seconds) => Budget::Seconds(seconds / 4.0),
         };
-        all.push(Best { names: vec![profile.name.clone()], plan: best(&request, &facts) });
+        all.push(Best { names: vec![profile.name.clone()], plan: best(&request, &facts), request });
         seen.push(profile);
     }
     let seconds = |best: &Best| best.plan.as_ref().map_or(f64::INFINITY, |plan| price(request, plan));
@@ -101,14 +103,12 @@ fn price(request: &Request, plan: &Plan) -> f64 {
 /// The comparison, as text.
 pub(super) fn table(request: &Request, all: &[Best]) -> String {
     let mut text = "what other trainers can run, each priced as it runs (--stack NAME for more)\n".to_owned();
-    let columns = tables::cells;
-    let titles: Vec<&str> = std::iter::once("stack").chain(["step"]).chain(["layout"]).collect();
     let mut rows: Vec<Vec<String>> = Vec::new();
     let mut lacking = String::new();
     for best in all {
         match &best.plan {
             Ok(plan) => {
-                let cells = columns(request, plan);
+                let cells = tables::cells(&best.request, plan);
                 let [layout, batch, recompute, step, ..] = &cells[..] else { continue };
                 let rest = cells[4..].to_vec();
                 let start = [best.names.join(", "), step.clone(), layout.clone(), batch.clone(), recompute.clone()];
@@ -117,8 +117,8 @@ pub(super) fn table(request: &Request, all: &[Best]) -> String {
             Err(why) => lacking += &format!("     {}: {why}\n", best.names.join(", ")),
         }
     }
-    let titles: Vec<&str> =
-        titles.into_iter().chain(["batch", "recompute"]).chain(tables::titles(request)[4..].iter().copied()).collect();
+    let titles = ["stack", "step", "layout", "batch", "recompute"];
+    let titles: Vec<&str> = titles.into_iter().chain(tables::titles(request)[4..].iter().copied()).collect();
     if !rows.is_empty() {
         text += &tables::lines(&titles, rows);
     }
