@@ -43,19 +43,19 @@ type Case = (&'static str, &'static str, u64, u64, &'static str);
 
 const CASES: [Case; 14] = [
     ("llama-8b", "1x8xH100", 64, 8192, ""),
-    ("llama-8b", "2x8xH100", 128, 4096, "checkpointing=full"),
-    ("llama-70b", "8x8xH100", 256, 4096, ""),
-    ("llama-70b", "16x8xH100", 256, 4096, "checkpointing=full"),
     ("gpt2-1.5b", "1x4xA100-80GB", 32, 1024, ""),
+    ("llama-1b", "1x8xH100", 64, 4096, "checkpointing=full"),
+    ("mixtral-8x7b", "4x8xH100", 128, 4096, ""),
     ("gpt2-1.5b", "1x8xV100-32GB", 64, 1024, "checkpointing=full"),
-    ("mixtral-8x7b", "8x8xH100", 128, 4096, ""),
+    ("llama-3b", "1x8xH100", 64, 8192, "offload=true"),
+    ("llama-70b", "8x8xH100", 256, 4096, ""),
+    ("llama-13b", "4x8xA100-80GB", 128, 2048, "tp=2"),
     ("qwen3-30b-a3b", "4x8xH100", 128, 4096, ""),
     ("llama-1b", "1x8xH100", 64, 4096, "micro_batch=2"),
-    ("llama-3b", "2x8xH100", 64, 8192, "offload=true"),
     ("llama-7b", "2x8xA100-80GB", 64, 2048, "checkpointing=none"),
-    ("llama-13b", "4x8xA100-80GB", 128, 2048, "tp=2"),
-    ("qwen2.5-0.5b", "1x4xH100", 32, 2048, ""),
+    ("qwen2.5-0.5b", "1x2xH100", 32, 2048, ""),
     ("llama-3b", "1x8xH100", 32, 8192, "zero=3"),
+    ("llama-70b", "16x8xH100", 256, 4096, "checkpointing=full"),
 ];
 
 /// Checks every form; false if a parser refuses settings or a round trip changes the run.
@@ -172,7 +172,7 @@ fn export(program: &Path, form: &str, case: &Case, number: usize, missing: usize
         }
         std::fs::write(&file, output(&mut command, &log)?)?;
         let mut again = plan();
-        again.arg("--json").arg("--from").arg(&file);
+        again.args(["--json", "--stack", stack, "--from"]).arg(&file);
         let read: Value = serde_json::from_str(&output(&mut again, &log)?)?;
         let degree = |name: &str| figure(wanted, &format!("/mesh/{name}"));
         let data_parallel = degree("dp_replicate")? * degree("dp_shard")?;

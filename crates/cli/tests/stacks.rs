@@ -104,6 +104,12 @@ fn a_profile_of_ones_own_is_planned_for_and_mistakes_are_told() {
         let ran = folder.run(&[&SMALL[..], &["--stack", stack]].concat());
         assert!(ran.code == Some(1) && ran.stderr.contains(says), "{stack}: {}", ran.stderr);
     }
+    let odd = ["--model", "llama-1b", "--cluster", "1x4xV100-32GB", "--sequence-length", "0"];
+    folder.write("bf16.json", r#"{"train_batch_size": 8, "bf16": {"enabled": true}}"#);
+    let ran = folder.run(&[&["plan", "--from", "bf16.json"][..], &odd].concat());
+    assert!(ran.code == Some(1) && ran.stderr.contains("a step needs sequences and tokens"), "{}", ran.stderr);
+    let ran = folder.run(&[&["plan", "--from", "bf16.json"][..], &odd[..4], &["--sequence-length", "512"]].concat());
+    assert!(ran.code == Some(1) && ran.stderr.contains("states no peak of products in bf16"), "{}", ran.stderr);
     let ran = folder.run(&[&SMALL[..], &["--stack", "deepspeed", "--fix", "pp=2"]].concat());
     assert!(ran.code == Some(1) && ran.stderr.contains("by what deepspeed can run"), "{}", ran.stderr);
 }

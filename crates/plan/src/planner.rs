@@ -39,6 +39,9 @@ pub fn plan(request: &Request, facts: &Facts) -> Result<Answer, PlanError> {
 /// The reason why there is no plan, without the nearest request that would work.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub enum Lacking {
+    /// A number of the request is zero or out of range, or the device has no such format.
+    #[error("{0}")]
+    Request(String),
     /// No layout divides devices and batch, or the number format is not there.
     #[error("nothing divides these devices, this batch and this format")]
     Layout,
@@ -56,8 +59,9 @@ pub enum Lacking {
 ///
 /// # Errors
 ///
-/// Nothing divides devices and batch, or nothing fits.
+/// An impossible request; nothing divides devices and batch; or nothing fits.
 pub fn best(request: &Request, facts: &Facts) -> Result<Plan, Lacking> {
+    request.check().map_err(|error| Lacking::Request(error.to_string()))?;
     let planner = Planner::of(request, facts).ok_or(Lacking::Layout)?;
     let mut found = planner.search();
     if found.fitting.is_empty() && !planner.take_the_smallest(&mut found) {
@@ -67,7 +71,8 @@ pub fn best(request: &Request, facts: &Facts) -> Result<Plan, Lacking> {
     planner.plan(&planner.candidates[found.fitting[0]]).ok_or(Lacking::Layout)
 }
 
-/// Prices one candidate; None if there is no lowering for it.
+/// Prices one candidate of a request that [`plan`] or [`best`] accepted; None if there is no
+/// lowering for it.
 pub fn price(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<Plan> {
     let candidates = vec![*candidate];
     let pricer = Pricer::new(request, &candidates, &facts.stack, &facts.constants);

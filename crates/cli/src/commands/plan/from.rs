@@ -10,7 +10,7 @@ use std::path::Path;
 use trainyard_base::format_bytes;
 use trainyard_plan::settings::{Dialect, Settings, read as read_settings};
 use trainyard_plan::stacks::StackProfile;
-use trainyard_plan::{Checkpointing, Facts, Mode, Plan, Request, best, price, table};
+use trainyard_plan::{Checkpointing, Facts, Lacking, Mode, Plan, Request, best, price, table};
 use trainyard_sim::Profiles;
 
 /// Runs `trainyard plan --from`.
@@ -24,11 +24,14 @@ pub(super) fn run(args: &Args, path: &Path, profiles: &Profiles) -> Result<()> {
         Some(_) => stacks::chosen(args.stack.as_deref(), None)?.context("--stack names a profile")?,
         None => StackProfile::named(settings.stack).map_err(anyhow::Error::msg)?,
     };
-    let now = today(&settings, &request, &facts, &profile).with_context(|| file.to_string())?;
     let (mut same, mut same_facts) = (Request { shown: 1, ..request.clone() }, facts.clone());
     stacks::plan_for(&profile, &mut same, &mut same_facts);
-    let better = best(&same, &same_facts);
-    let all = stacks::compare(&request, &facts)?;
+    let better = match best(&same, &same_facts) {
+        Err(Lacking::Request(problem)) => bail!("{problem}"),
+        better => better,
+    };
+    let now = today(&settings, &request, &facts, &profile).with_context(|| file.to_string())?;
+    let all = if args.stack.is_none() { stacks::compare(&request, &facts)? } else { Vec::new() };
     if args.json {
         let value = json!({
             "file": file.to_string(),
