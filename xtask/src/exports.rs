@@ -1,5 +1,6 @@
-//! `cargo xtask exports`: checks that settings which `trainyard plan --export` writes are accepted
-//! by the parsers of the trainers that they are for, and mean the same run when `--from` reads them.
+//! `cargo xtask exports`: checks that settings written by `trainyard plan --export` are accepted
+//! by the parsers of the trainers that they are for, and mean the same run when `--from` reads
+//! them.
 //!
 //! The parsers are torchtitan's, DeepSpeed's and Accelerate's own, from PyPI, in an environment
 //! under `target/`. Megatron-LM's argument parser is in no package there: name a checkout with

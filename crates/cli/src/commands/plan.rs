@@ -94,8 +94,8 @@ pub struct Args {
     #[arg(long, value_name = "STACK")]
     stack: Option<String>,
     /// Print the settings of the shown plan (default 1) for a trainer, and nothing else: megatron,
-    /// nemo, torchtitan, deepspeed or accelerate. The plan is the trainer's own unless --stack names
-    /// another. Choices that they cannot say go to standard error.
+    /// nemo, torchtitan, deepspeed or accelerate. The plan is the trainer's own unless --stack
+    /// names another. Choices that they cannot say go to standard error.
     #[arg(long, value_name = "FORM", value_parser = stacks::dialect, conflicts_with_all = ["json", "html", "what_if"])]
     export: Option<Dialect>,
     /// Price what a trainer's settings run, and show what would be better: DeepSpeed's JSON,

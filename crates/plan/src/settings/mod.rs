@@ -216,7 +216,7 @@ impl Job<'_> {
     }
 }
 
-/// What somebody runs: a trainer's settings as far as they were understood.
+/// A trainer's settings, as far as they were understood.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Settings {
     /// The form that was read.

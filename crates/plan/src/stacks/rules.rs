@@ -374,7 +374,7 @@ impl DataParallel {
         candidate.zero_stage == self.zero_stage && sums && (self.zero_stage < 3 || reshard)
     }
 
-    /// What may lie on the host where `candidate` puts something there.
+    /// The state that may lie on the host where `candidate` puts something there.
     fn offloads(&self, candidate: &Candidate) -> Vec<Offload> {
         let none = Offload::default();
         let host = Some(Tier::Host);

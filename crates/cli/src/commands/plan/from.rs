@@ -49,7 +49,7 @@ pub(super) fn run(args: &Args, path: &Path, profiles: &Profiles) -> Result<()> {
     print(words(&file.to_string(), &same, &settings, &profile, &now, better.as_ref().ok(), &all))
 }
 
-/// What the settings run.
+/// The run that settings describe, priced.
 struct Today {
     plan: Plan,
     fits: bool,

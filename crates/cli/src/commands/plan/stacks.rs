@@ -42,7 +42,7 @@ pub(super) fn plan_for(profile: &StackProfile, request: &mut Request, facts: &mu
     }
 }
 
-/// What was planned for, below the answer.
+/// The lines about the trainer that was planned for, below the answer.
 pub(super) fn words(profile: &StackProfile) -> String {
     let mut text = format!("for  {}: {}\n", profile.title, profile.words());
     let names: Vec<&str> = profile.rules.data_parallel.iter().map(|form| form.name.as_str()).collect();
