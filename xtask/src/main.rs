@@ -1,5 +1,5 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | choices | equality | gpu |
-//! overlap | pictures | soak | traces | validate | verdicts`.
+//! Every chore of the project: `cargo xtask test | tidy | bench | choices | equality | exports |
+//! gpu | overlap | pictures | soak | traces | validate | verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -10,6 +10,7 @@
 mod bench;
 mod choices;
 mod equality;
+mod exports;
 mod gpu;
 mod lexer;
 mod markdown;
@@ -54,6 +55,9 @@ enum Chore {
     /// Train small models on every layout, compare them with one rank, and write the tables of
     /// docs/equality.md.
     Equality(equality::Options),
+    /// Give exported settings to the parsers of the trainers that they are for, from PyPI, and read
+    /// them again.
+    Exports(exports::Options),
     /// Everything that needs a GPU: conformance, accuracy, speed; with --compile every kernel by
     /// NVRTC, without one.
     Gpu(gpu::Options),
@@ -82,6 +86,7 @@ fn main() -> ExitCode {
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
         Chore::Equality(options) => equality::run(&root, &options),
+        Chore::Exports(options) => exports::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
         Chore::Soak(options) => soak::run(&root, &options),

@@ -263,7 +263,11 @@ impl Prices<'_> {
             let action = Action::Exchange { collective, axis, unit, micro_batch: 0, phase, border: 0, times };
             self.price(action, bytes as f64, keep)
         };
-        let tensor = seconds(Collective::GatherScatter, Axis::Tensor, output, shape.tensor_collectives);
+        let collective = match self.known.costs.stack.sequence_parallel {
+            true => Collective::GatherScatter,
+            false => Collective::AllReduce,
+        };
+        let tensor = seconds(collective, Axis::Tensor, output, shape.tensor_collectives);
         let ring = seconds(Collective::Ring, Axis::Context, kv, 1);
         [ring, tensor + seconds(Collective::AllToAll, Axis::Expert, experts, 2)]
     }
@@ -277,7 +281,7 @@ impl Prices<'_> {
     }
 
     fn bytes_per_element(&self) -> StateBytes {
-        crate::state_bytes(self.candidate.format)
+        self.known.costs.stack.state
     }
 
     fn reduce_s(&self, unit: u32) -> f64 {

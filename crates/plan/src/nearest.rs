@@ -121,6 +121,9 @@ pub(crate) fn nothing_divides(request: &Request) -> PlanError {
         model.kv_heads,
         model.layers + model.encoder_layers
     );
+    if let Some(rules) = &request.fixed.rules {
+        why += &format!(", by what {} can run", rules.name);
+    }
     let fixed = fixed_words(&request.fixed);
     if !fixed.is_empty() {
         why += &format!(" with {}", fixed.join(", "));

@@ -38,6 +38,47 @@ pub fn plan(request: &Request, facts: &Facts) -> Result<Answer, PlanError> {
     Ok(planner.answer(&found))
 }
 
+/// The reason why there is no plan, without the nearest request that would work.
+#[derive(Clone, PartialEq, Debug, thiserror::Error)]
+pub enum Lacking {
+    /// A number of the request is zero or out of range, or the device has no such format.
+    #[error("{0}")]
+    Request(String),
+    /// No layout divides devices and batch, or the number format is not there.
+    #[error("nothing divides these devices, this batch and this format")]
+    Layout,
+    /// The smallest candidate is larger than a device.
+    #[error("nothing fits: {} at least ({layout})", trainyard_base::format_bytes(*bytes))]
+    Memory {
+        /// Bytes of the smallest candidate.
+        bytes: u64,
+        /// Its layout.
+        layout: String,
+    },
+}
+
+/// Searches for the best plan alone, without the reasons for it.
+///
+/// # Errors
+///
+/// An impossible request; nothing divides devices and batch; or nothing fits.
+pub fn best(request: &Request, facts: &Facts) -> Result<Plan, Lacking> {
+    request.check().map_err(|error| Lacking::Request(error.to_string()))?;
+    let planner = Planner::of(request, facts).ok_or(Lacking::Layout)?;
+    let mut found = planner.search();
+    if found.fitting.is_empty() && !planner.take_the_smallest(&mut found) {
+        let (bytes, candidate) = planner.smallest();
+        return Err(Lacking::Memory { bytes, layout: candidate.layout().to_string() });
+    }
+    planner.plan(&planner.candidates[found.fitting[0]]).ok_or(Lacking::Layout)
+}
+
+/// Prices one candidate of a request that [`plan`] or [`best`] accepted; None if there is no
+/// lowering for it.
+pub fn price(request: &Request, facts: &Facts, candidate: &Candidate) -> Option<Plan> {
+    Planner::over(request, facts, vec![*candidate]).plan(candidate)
+}
+
 /// A search that is ready to run.
 pub(crate) struct Planner<'a> {
     request: &'a Request,
@@ -51,17 +92,28 @@ pub(crate) struct Planner<'a> {
 impl<'a> Planner<'a> {
     pub(crate) fn new(request: &'a Request, facts: &Facts) -> Result<Planner<'a>, PlanError> {
         request.check()?;
+        Planner::of(request, facts).ok_or_else(|| nothing_divides(request))
+    }
+
+    /// None if nothing divides devices and batch.
+    fn of(request: &'a Request, facts: &Facts) -> Option<Planner<'a>> {
         let counts = request.device_counts();
         let extents = counts.iter().map(|devices| request.extent(*devices));
         let candidates: Vec<Candidate> = extents.flat_map(|extent| candidates(&extent, &request.fixed)).collect();
         if candidates.is_empty() {
-            return Err(nothing_divides(request));
+            return None;
         }
+        let mut planner = Planner::over(request, facts, candidates);
+        planner.bounds = planner.pricer.bounds(&planner.candidates);
+        Some(planner)
+    }
+
+    /// A planner that can price `candidates`. It has no bounds, so it cannot search.
+    fn over(request: &'a Request, facts: &Facts, candidates: Vec<Candidate>) -> Planner<'a> {
         let pricer = Pricer::new(request, &candidates, &facts.stack, &facts.constants);
-        let bounds = pricer.bounds(&candidates);
-        let devices = counts.first().copied().unwrap_or(1);
+        let devices = request.device_counts().first().copied().unwrap_or(1);
         let uncovered = uncovered(&request.cluster.device, devices, request.sequence_length as u32);
-        Ok(Planner { request, candidates, pricer, bounds, errors: Errors::builtin(), uncovered })
+        Planner { request, candidates, pricer, bounds: Vec::new(), errors: Errors::builtin(), uncovered }
     }
 
     pub(crate) fn search(&self) -> Found {

@@ -9,9 +9,11 @@ use crate::search::{Bound, Simulated};
 use crate::{Candidate, Objective, Request};
 use std::collections::HashMap;
 use std::ops::Range;
-use trainyard_program::{MemoryKind, ModelShape, Program, lower_stages};
+use trainyard_program::{MemoryKind, ModelShape, Program, StateBytes, even_cuts, lower_stages};
 use trainyard_sim::transformer::{Units, Workload};
-use trainyard_sim::{Constants, Costs, Format, Generation, MemoryUse, RankTime, Stack, memory, own_units, simulate};
+use trainyard_sim::{
+    Constants, Costs, Format, Generation, MemoryUse, Partition, RankTime, Stack, memory, own_units, simulate,
+};
 use trainyard_tensor::DType;
 
 /// The choices that decide what a micro-batch costs a rank. Candidates of one class share them.
@@ -43,11 +45,16 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// The first unit of every pipeline stretch of `candidate` but the first. The stretches have
-    /// equal work, as nearly as whole units allow.
+    /// The first unit of every pipeline stretch of `candidate` but the first. The software says
+    /// what stretches have in equal amounts; by default it is work, as nearly as whole units allow.
     pub(crate) fn cuts(&self, candidate: &Candidate) -> Vec<u32> {
         let count = candidate.mesh.pp * candidate.chunks();
         let units = self.shape.units.len() as u32;
+        match self.costs.stack.partition {
+            Partition::Layers => return even_cuts(units, count),
+            Partition::Units => return (1..count).map(|cut| cut * units / count).collect(),
+            Partition::Cost => {}
+        }
         let work = |unit: u32| {
             let cost = self.costs.unit(unit);
             cost.forward_s + cost.backward_input_s + cost.backward_weights_s
@@ -93,6 +100,14 @@ fn units(request: &Request, work: &Workload, stack: &Stack, class: &Class) -> Un
     let split = class.tensor * class.context * class.expert > 1;
     let own = request.own.as_ref().filter(|_| !split).and_then(|spec| own_units(spec, work, stack, dtype).ok());
     own.unwrap_or_else(|| request.model.units(work, stack))
+}
+
+/// Bytes per parameter element in `stack`. Formats of 32 bits need no second copy of parameters.
+fn stack_state(stack: &Stack, format: Format) -> StateBytes {
+    match state_bytes(format) {
+        StateBytes::F32 => StateBytes::F32,
+        _ => stack.state,
+    }
 }
 
 /// Prices the candidates of a request.
@@ -181,7 +196,7 @@ impl<'a> Pricer<'a> {
                     expert: class.expert,
                     operand_bytes: class.format.bytes(),
                 };
-                let stack = Stack { state: state_bytes(class.format), ..stack.clone() };
+                let stack = Stack { state: stack_state(stack, class.format), ..stack.clone() };
                 let units = units(request, &work, &stack, class);
                 let shape = units.shape(&work, request.model.tied, stack.sequence_parallel);
                 let costs = Costs::new(&units, &work, &request.cluster, &stack, constants, class.format);
@@ -206,6 +221,8 @@ impl<'a> Pricer<'a> {
         let Known { shape, costs } = known;
         let mut strategy = candidate.strategy(shape.units.len());
         strategy.cuts = known.cuts(candidate);
+        strategy.bytes = costs.stack.state;
+        strategy.sequence_parallel &= costs.stack.sequence_parallel;
         let mesh = &candidate.mesh;
         let programs = lower_stages(shape, mesh, &strategy).ok()?;
         let simulated = simulate(&programs, costs).ok()?;
@@ -235,7 +252,11 @@ impl<'a> Pricer<'a> {
         let constants = &self.any().costs.constants;
         match self.request.cluster.device.family {
             Generation::Cpu => bytes as u64,
-            _ => (bytes * (1.0 + constants.expandable) + 1e9 * constants.context_gb) as u64,
+            _ => {
+                let stack = &self.any().costs.stack;
+                let lost = if stack.expandable { constants.expandable } else { constants.fragmentation };
+                (bytes * (1.0 + lost) + 1e9 * (constants.context_gb + stack.buckets_gb)) as u64
+            }
         }
     }
 

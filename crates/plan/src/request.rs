@@ -101,6 +101,11 @@ impl Request {
         }
     }
 
+    /// True if the plan is for a trainer that is not this program.
+    pub fn is_for_another_trainer(&self) -> bool {
+        self.fixed.rules.as_ref().is_some_and(|rules| rules.name != "trainyard")
+    }
+
     /// The space of candidates for the model and the batch on `devices` devices.
     pub fn extent(&self, devices: u32) -> Extent {
         Extent {

@@ -13,6 +13,7 @@
 //! - Shard groups larger than a node in steps smaller than four: prices change little from one to
 //!   the next.
 
+use crate::stacks::Rules;
 use crate::{Candidate, Checkpointing};
 use serde::Serialize;
 use trainyard_program::{Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier, runnable};
@@ -70,6 +71,9 @@ pub struct Fixed {
     pub offload: Option<bool>,
     /// True to leave out what this program cannot run.
     pub runnable: bool,
+    /// The rules of the trainer that is planned for; None: everything that can be lowered.
+    #[serde(skip)]
+    pub rules: Option<Rules>,
 }
 
 /// The activations that all blocks keep.
@@ -120,7 +124,10 @@ pub fn candidates(extent: &Extent, fixed: &Fixed) -> Vec<Candidate> {
             }
         }
     }
-    all
+    match &fixed.rules {
+        Some(rules) => rules.restrict(&all, extent.blocks),
+        None => all,
+    }
 }
 
 /// The meshes that divide the devices and the batch.
@@ -157,7 +164,8 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                             && allowed(fixed.dp_shard, mesh.dp_shard)
                             && allowed(fixed.ep, mesh.ep)
                             && (dp_shard * cp).is_multiple_of(ep)
-                            && (!fixed.runnable || runnable(&mesh).is_yes());
+                            && (!fixed.runnable || runnable(&mesh).is_yes())
+                            && fixed.rules.as_ref().is_none_or(|rules| rules.allows(&mesh));
                         if wanted {
                             all.push(mesh);
                         }

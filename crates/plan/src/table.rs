@@ -128,7 +128,7 @@ pub fn cells(request: &Request, plan: &Plan) -> Vec<String> {
     if request.formats.len() > 1 {
         how.insert(0, candidate.format.name().to_owned());
     }
-    if !candidate.runnable().is_yes() {
+    if !request.is_for_another_trainer() && !candidate.runnable().is_yes() {
         how.push("priced, not runnable yet".to_owned());
     }
     let mut columns = vec![
@@ -260,7 +260,7 @@ pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64)
             format_args!("${}", format_count(1e6 * usd))
         ))
     );
-    if !candidate.runnable().is_yes() {
+    if !request.is_for_another_trainer() && !candidate.runnable().is_yes() {
         let _ = writeln!(text, "{}", candidate.runnable());
     }
     text

@@ -40,7 +40,7 @@ pub use lower::{lower, lower_all, lower_rank, lower_stages};
 pub use memory::{LaneSummary, Memory, Report};
 pub use mesh::{Axes, Axis, Coordinates, Group, Mesh};
 pub use order::{MicroBatches, PipelineSchedule, ScheduleFacts, StretchMap, Turn};
-pub use passes::Stretch;
+pub use passes::{Stretch, even_cuts};
 pub use program::Program;
 pub use runnable::{Runnable, runnable};
 pub use split::{Border, SegmentShape, SplitShape, ValueShape};

@@ -125,7 +125,7 @@ fn balanced_cuts(work: &[u64], count: usize) -> Vec<u32> {
 
 /// Cuts that give every stretch equally many blocks; stretches in the middle get the remainder. The
 /// first unit belongs to the first stretch, the last unit to the last.
-fn even_cuts(units: u32, count: u32) -> Vec<u32> {
+pub fn even_cuts(units: u32, count: u32) -> Vec<u32> {
     if units < count + 2 {
         return (1..count).map(|cut| cut * units / count).collect();
     }

@@ -150,6 +150,26 @@ impl Stack {
             .ok_or_else(|| format!("no software stack is called `{name}`; known: {known}"))
     }
 
+    /// The built-in stack called `name` with some of its facts replaced: `changes` has the keys of
+    /// `data/stacks.toml`.
+    ///
+    /// # Errors
+    ///
+    /// An unknown name, an unknown key, or a value that the key does not accept.
+    pub fn like(name: &str, changes: &toml::Table) -> Result<Stack, String> {
+        Stack::named(name)?;
+        let file: toml::Table =
+            toml::from_str(include_str!("../data/stacks.toml")).expect("built-in stacks are tested");
+        let all = file.get("stack").and_then(toml::Value::as_array).into_iter().flatten();
+        let mut facts = all
+            .filter_map(toml::Value::as_table)
+            .find(|stack| stack.get("name").and_then(toml::Value::as_str) == Some(name))
+            .cloned()
+            .unwrap_or_default();
+        facts.extend(changes.clone());
+        facts.try_into().map_err(|error: toml::de::Error| error.message().to_owned())
+    }
+
     /// Launches of memory-bound kernels in a block's forward.
     pub(crate) fn block_launches(&self) -> f64 {
         // Fused: two norms, two residuals, rotation, activation. Eager: casts, transposes, splits
@@ -167,5 +187,10 @@ mod tests {
         assert!(Stack::builtin().iter().all(|stack| !stack.source.is_empty()));
         assert_eq!(Stack::named("trainyard").unwrap().logits.kept, 0.0);
         assert!(Stack::named("caffe").unwrap_err().contains("megatron-2021"));
+        let changed = |text: &str| Stack::like("torchtitan", &text.parse().unwrap());
+        assert_eq!(changed("").unwrap(), Stack::named("torchtitan").unwrap());
+        assert!(!changed("overlap_reduce = false").unwrap().overlap_reduce);
+        assert!(changed("overlap = false").unwrap_err().contains("overlap"));
+        assert!(Stack::like("caffe", &toml::Table::new()).unwrap_err().contains("torchtitan"));
     }
 }

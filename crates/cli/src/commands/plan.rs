@@ -1,8 +1,11 @@
 //! `trainyard plan`: finds the plans for training a model that fit on a cluster, predicts their
 //! speed, and explains which is best.
 
+mod from;
 mod here;
 mod measured;
+mod mixtures;
+mod stacks;
 
 use super::config::resolve;
 use crate::output::{note, print, read};
@@ -16,6 +19,7 @@ use trainyard_engine::shape::model_spec;
 use trainyard_engine::trained::Runtime;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
+use trainyard_plan::settings::{Dialect, Settings};
 use trainyard_plan::{
     Answer, Budget, Candidate, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step,
     table, timeline,
@@ -96,6 +100,21 @@ pub struct Args {
     /// checkpointing (none, selective, full) or offload (true, false); can be given several times.
     #[arg(long, value_name = "CHOICE=VALUE", value_delimiter = ',')]
     fix: Vec<String>,
+    /// Plan for a trainer: what it can run, priced as it runs it. megatron, nemo, torchtitan,
+    /// deepspeed, fsdp2, trainyard, or a TOML file with a profile of your own. Default: everything
+    /// that this program can price, with the best of each trainer below.
+    #[arg(long, value_name = "STACK")]
+    stack: Option<String>,
+    /// Print the settings of the shown plan (default 1) for a trainer, and nothing else: megatron,
+    /// nemo, torchtitan, deepspeed or accelerate. The plan is the trainer's own unless --stack
+    /// names another. Choices that they cannot say go to standard error.
+    #[arg(long, value_name = "FORM", value_parser = stacks::dialect, conflicts_with_all = ["json", "html", "what_if"])]
+    export: Option<Dialect>,
+    /// Price what a trainer's settings run, and show what would be better: DeepSpeed's JSON,
+    /// torchtitan's TOML, Accelerate's YAML, or a script with arguments of Megatron-LM or keys of
+    /// NeMo.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["export", "html", "timeline", "what_if", "show", "runnable"])]
+    from: Option<PathBuf>,
     /// Search only plans that this program can run.
     #[arg(long)]
     runnable: bool,
@@ -162,7 +181,14 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let profiles = profiles(args)?;
     let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
-    let (request, facts) = (request(args, &profiles)?, facts()?);
+    if let Some(path) = &args.from {
+        return from::run(args, path, &profiles);
+    }
+    let (mut request, mut facts) = (request(args, &profiles)?, facts()?);
+    let stack = stacks::chosen(args.stack.as_deref(), args.export)?;
+    if let Some(stack) = &stack {
+        stacks::plan_for(stack, &mut request, &mut facts);
+    }
     let mut answer = plan(&request, &facts)?;
     let correction = args.measured.as_deref().map(|text| measured::correction(text, &request, &facts)).transpose()?;
     if let Some(correction) = &correction {
@@ -185,13 +211,28 @@ pub fn run(args: &Args) -> Result<()> {
         })
         .collect::<Result<Vec<_>>>()?;
     write_files(args, &request, &facts, &answer, (shown, number))?;
+    if let Some(dialect) = args.export {
+        return stacks::export(dialect, &request, shown, &facts.stack);
+    }
+    let compared = if stack.is_none() { stacks::compare(&request, &facts)? } else { Vec::new() };
     if args.json {
-        return print(format_args!("{:#}\n", to_json(&request, &answer, &different)));
+        let mut value = to_json(&request, &answer, &different);
+        value["stacks"] = stacks::to_json(&compared);
+        return print(format_args!("{value:#}\n"));
     }
     let mut text = table::table(&request, &answer);
+    if let Some(stack) = &stack {
+        text += &stacks::words(stack);
+    }
+    if !compared.is_empty() {
+        text += &format!("\n{}", stacks::table(&request, &compared));
+    }
     if args.show.is_some() {
         text += &format!("\n{}", table::details_of(&request, shown, number, answer.bytes_max));
         text += &match settings(&request, shown) {
+            _ if request.is_for_another_trainer() => {
+                format!("\nits settings: --export FORM --show {number}\n")
+            }
             Ok(sets) => {
                 let sets = sets.iter().map(|set| format!("  --set {}\n", quoted(set)));
                 format!("\nto run it on {} ranks:\n{}", shown.candidate.mesh.ranks(), sets.collect::<String>())
@@ -223,6 +264,9 @@ impl Args {
             ("--memory-margin", self.memory_margin.is_some()),
             ("--measured", self.measured.is_some()),
             ("--budget-seconds", self.budget_seconds.is_some()),
+            ("--stack", self.stack.is_some()),
+            ("--export", self.export.is_some()),
+            ("--from", self.from.is_some()),
         ];
         asked.into_iter().find_map(|(option, is_asked)| is_asked.then_some(option))
     }
@@ -380,7 +424,12 @@ pub fn facts() -> Result<Facts> {
 }
 
 fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
-    let Asked { model, own, batch, length, format, memory_bytes } = match (&args.config, &args.model) {
+    request_with(args, profiles, None)
+}
+
+/// The request of `args`, in which `from` says what they leave open.
+fn request_with(args: &Args, profiles: &Profiles, from: Option<&Settings>) -> Result<Request> {
+    let Asked { model, own, mut batch, mut length, mut format, memory_bytes } = match (&args.config, &args.model) {
         (Some(path), _) => configured(path, &args.sets)?,
         (None, Some(name)) => {
             let (model, own) = named_model(name)?;
@@ -397,6 +446,12 @@ fn request(args: &Args, profiles: &Profiles) -> Result<Request> {
         Some(text) => Cluster::parse(text, profiles)?,
         None => this_machine()?,
     };
+    if let Some(settings) = from {
+        let devices = cluster.devices().min(args.max_gpus.unwrap_or(u32::MAX));
+        batch = settings.batch(devices).or(batch);
+        length = settings.sequence_length.or(length);
+        format = settings.format.unwrap_or(format);
+    }
     let mut request = Request {
         model,
         own,
@@ -532,6 +587,9 @@ fn named_model(name: &str) -> Result<(Architecture, Option<ModelSpec>)> {
     let spec = if path.exists() {
         let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
         let text = read(&file)?;
+        if let Some(mixture) = mixtures::architecture(&text).with_context(|| file.display().to_string())? {
+            return Ok((mixture, None));
+        }
         hf::from_config_json(&text).with_context(|| file.display().to_string())?.spec
     } else if let Ok(spec) = preset(name) {
         spec
