@@ -15,8 +15,8 @@ mod trial;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    bench, calibrate, completions, config, data, eval, export, generate, launch, plan, program, supervise, tokenizer,
-    train,
+    advise, bench, calibrate, completions, config, data, eval, export, generate, launch, plan, program, supervise,
+    tokenizer, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -46,6 +46,7 @@ enum Command {
     Config(config::Command),
     Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
+    Advise(advise::Args),
     Program(program::Args),
     #[command(subcommand)]
     Bench(bench::Command),
@@ -87,6 +88,7 @@ fn main() -> ExitCode {
         Command::Config(command) => config::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Calibrate(args) => calibrate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Advise(args) => advise::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
         Command::Completions(args) => completions::run(&args, Cli::command()).map(|()| ExitCode::SUCCESS),

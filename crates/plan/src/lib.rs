@@ -18,6 +18,7 @@ mod candidate;
 pub mod canvas;
 pub mod explain;
 pub mod html;
+pub mod levers;
 mod nearest;
 pub mod picture;
 mod planner;

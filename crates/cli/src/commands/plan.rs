@@ -1,7 +1,7 @@
 //! `trainyard plan`: finds the plans for training a model that fit on a cluster, predicts their
 //! speed, and explains which is best.
 
-mod here;
+pub(super) mod here;
 
 use super::config::resolve;
 use crate::output::{note, print, read};
@@ -148,7 +148,7 @@ pub fn run(args: &Args) -> Result<()> {
             Some(option) => is_a_cluster(args, path, option)?,
         }
     }
-    let profiles = profiles(args)?;
+    let profiles = read_profiles(args.profiles.as_deref())?;
     let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
     let (request, facts) = (request(args, &profiles)?, facts()?);
     let answer = plan(&request, &facts)?;
@@ -284,7 +284,7 @@ fn settings(request: &Request, plan: &Plan) -> Result<Vec<String>> {
 }
 
 /// The settings of a pipeline's schedule.
-fn schedule(schedule: PipelineSchedule) -> Vec<String> {
+pub(super) fn schedule(schedule: PipelineSchedule) -> Vec<String> {
     let (name, chunks) = match schedule {
         PipelineSchedule::GPipe => ("gpipe", None),
         PipelineSchedule::OneForwardOneBackward => ("1f1b", None),
@@ -344,9 +344,10 @@ fn known_models() -> String {
     text
 }
 
-fn profiles(args: &Args) -> Result<Profiles> {
+/// The built-in devices and networks, and those of a file before them.
+pub(super) fn read_profiles(file: Option<&Path>) -> Result<Profiles> {
     let builtin = Profiles::builtin();
-    let Some(path) = &args.profiles else { return Ok(builtin) };
+    let Some(path) = file else { return Ok(builtin) };
     let text = read(path)?;
     let own = Profiles::parse(&text).with_context(|| path.display().to_string())?;
     Ok(own.before(builtin))

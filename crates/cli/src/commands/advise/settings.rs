@@ -1,0 +1,150 @@
+//! From a configuration to the setup that levers change, and from a changed setup to settings.
+
+use crate::commands::plan::{here, schedule};
+use anyhow::Result;
+use trainyard_engine::config::{
+    CheckpointMode, Compute, DeviceKind, Fp8Recipe, OptimizerName, PipelineSchedule as ConfigSchedule, ReduceDtype,
+    Resolved,
+};
+use trainyard_engine::shape::{mesh, model_spec, strategy};
+use trainyard_plan::levers::{Optimizer, ReduceFormat, Setup};
+use trainyard_plan::{Candidate, Checkpointing};
+use trainyard_program::{PipelineSchedule, ReduceSchedule, Reshard, Tier};
+use trainyard_sim::Format;
+
+/// The number format of a configuration's products.
+pub fn format(resolved: &Resolved) -> Format {
+    let precision = &resolved.config.precision;
+    match precision.compute {
+        Compute::Bf16 if precision.fp8 == Fp8Recipe::Hybrid => Format::Fp8,
+        Compute::F32 if precision.tf32 && resolved.config.compute.device != DeviceKind::Cpu => Format::Tf32,
+        Compute::F32 => Format::Fp32,
+        Compute::Bf16 => Format::Bf16,
+        Compute::F16 => Format::Fp16,
+    }
+}
+
+/// The setup that a configuration describes.
+pub fn setup(resolved: &Resolved) -> Result<Setup> {
+    let spec = model_spec(resolved)?;
+    let strategy = strategy(resolved, spec.layers + 2)?;
+    let modes = (0..spec.layers).map(|block| resolved.checkpoint_mode(block));
+    let count = |wanted: CheckpointMode| modes.clone().filter(|mode| *mode == wanted).count() as u32;
+    let chunks = resolved.parallel.chunks as u32;
+    let candidate = Candidate {
+        mesh: mesh(resolved),
+        micro_batch: resolved.batch.micro as u32,
+        accumulation: resolved.batch.accumulation as u32,
+        zero_stage: strategy.zero_stage,
+        reshard: strategy.reshard_after_forward,
+        prefetch: strategy.prefetch,
+        reduce_schedule: strategy.reduce_schedule,
+        checkpointing: Checkpointing { full: count(CheckpointMode::Full), selective: count(CheckpointMode::Selective) },
+        offload: strategy.offload,
+        pipeline: match resolved.parallel.schedule {
+            ConfigSchedule::Gpipe => PipelineSchedule::GPipe,
+            ConfigSchedule::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
+            ConfigSchedule::Interleaved => PipelineSchedule::Interleaved { chunks },
+            ConfigSchedule::ZeroBubble => PipelineSchedule::ZeroBubble,
+            ConfigSchedule::ZeroBubbleV => PipelineSchedule::ZeroBubbleV,
+            ConfigSchedule::DualPipeV => PipelineSchedule::DualPipeV,
+        },
+        format: format(resolved),
+    };
+    Ok(Setup {
+        candidate,
+        sequence_length: resolved.sequence_length as u64,
+        reduce: match resolved.config.parallel.reduce_dtype {
+            ReduceDtype::F32 => ReduceFormat::F32,
+            ReduceDtype::Bf16 => ReduceFormat::Bf16,
+        },
+        optimizer: match resolved.optimizer.name {
+            OptimizerName::AdamW => Optimizer::AdamW,
+            OptimizerName::Lion => Optimizer::Lion,
+            OptimizerName::Adafactor => Optimizer::Adafactor,
+            OptimizerName::Sgd | OptimizerName::Muon => Optimizer::Other,
+        },
+        layers: spec.layers as u32,
+        ffn: spec.ffn_dim as u32,
+        edits: Vec::new(),
+    })
+}
+
+/// The settings that make a configuration of `base` one of `setup`: those that differ.
+pub fn settings(base: &Setup, setup: &Setup) -> Vec<String> {
+    let before = all(base);
+    all(setup).into_iter().filter(|set| !before.contains(set)).collect()
+}
+
+/// Every setting of a setup.
+fn all(setup: &Setup) -> Vec<String> {
+    let Candidate { mesh, micro_batch, accumulation, offload, .. } = setup.candidate;
+    let mut sets = vec![
+        format!("training.global_batch_size={}", setup.global_batch()),
+        // Numbers that stay are said too where one of the three changes, because the configuration
+        // may have given another two.
+        format!("training.micro_batch_size={micro_batch}"),
+        format!("training.accumulation_steps={accumulation}"),
+        format!("training.sequence_length={}", setup.sequence_length),
+        format!("parallel.ranks={}", mesh.ranks()),
+        format!("parallel.data_parallel_replicate_degree={}", mesh.dp_replicate),
+        format!("parallel.data_parallel_shard_degree={}", mesh.dp_shard),
+        format!("parallel.zero_stage={}", setup.candidate.layout().zero_stage),
+        format!("parallel.tensor_parallel_degree={}", mesh.tp),
+        format!("parallel.pipeline_parallel_degree={}", mesh.pp),
+        format!("model.layers={}", setup.layers),
+        format!("model.ffn_dim={}", setup.ffn),
+    ];
+    if mesh.tp > 1 {
+        // Rows that do not divide evenly stay whole.
+        let rows = (u64::from(micro_batch) * setup.sequence_length).is_multiple_of(u64::from(mesh.tp));
+        sets.push(format!("parallel.sequence_parallel={rows}"));
+    }
+    if mesh.cp > 1 {
+        sets.push(format!("parallel.context_parallel_degree={}", mesh.cp));
+    }
+    if mesh.pp > 1 {
+        sets.extend(schedule(setup.candidate.pipeline));
+    }
+    if setup.candidate.layout().zero_stage == 3 {
+        let reshard = match setup.candidate.reshard {
+            Reshard::Always => "true".to_owned(),
+            Reshard::Never => "false".to_owned(),
+            Reshard::To(ranks) => ranks.to_string(),
+        };
+        sets.push(format!("parallel.reshard_after_forward={reshard}"));
+        sets.push(format!("parallel.prefetch={}", setup.candidate.prefetch));
+    }
+    let each = if setup.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch { "micro_batch" } else { "step" };
+    sets.push(format!("parallel.reduce_schedule={each}"));
+    if mesh.data_parallel() > 1 {
+        let dtype = if setup.reduce == ReduceFormat::Bf16 { "bf16" } else { "f32" };
+        sets.push(format!("parallel.reduce_dtype={dtype}"));
+    }
+    let Checkpointing { full, selective } = setup.candidate.checkpointing;
+    let mode = match (full, selective) {
+        (0, 0) => Some("none"),
+        (full, 0) if full == setup.layers => Some("full"),
+        (0, selective) if selective == setup.layers => Some("selective"),
+        // A mixture is the configuration's own, which no lever makes.
+        _ => None,
+    };
+    sets.extend(mode.map(|mode| format!("activation_checkpointing.mode={mode}")));
+    for (part, tier) in [
+        ("optimizer", offload.optimizer),
+        ("gradients", offload.gradients),
+        ("parameters", offload.parameters),
+        ("activations", offload.activations),
+    ] {
+        let tier = match tier {
+            Some(Tier::Host) => "host",
+            Some(Tier::Disk) => "disk",
+            None => "none",
+        };
+        sets.push(format!("memory.offload.{part}={tier}"));
+    }
+    // Every format that levers choose has settings.
+    sets.extend(here::precision(&[setup.candidate.format]).unwrap_or_default());
+    sets.extend(setup.optimizer.name().map(|name| format!("optimizer.name={name}")));
+    sets
+}
