@@ -108,10 +108,11 @@ impl Question<'_> {
         let choices = match (lever.offers)(setup, self.place) {
             Offers::Choices(choices) => choices,
             Offers::InUse(words) => return Outcome::Nothing(format!("in use: {words}")),
+            Offers::NoUse(why) => return Outcome::Nothing(format!("no use here: {why}")),
             Offers::NotPriced(why) => return Outcome::Nothing(format!("not priced: {why}")),
         };
         if choices.is_empty() {
-            return Outcome::Nothing("nothing to change here".to_owned());
+            return Outcome::Nothing("no use here: there is nothing to change".to_owned());
         }
         match self.best(choices) {
             Ok((Choice { words, setup }, price, speed)) => {
@@ -121,8 +122,8 @@ impl Question<'_> {
         }
     }
 
-    /// The best choice: the fastest if one gains speed, otherwise the one that saves most memory.
-    /// If none has a price, the reason of the first.
+    /// The best choice: the fastest if one gains speed, otherwise the one that saves most memory. If
+    /// none fits, the smallest; if none has a price, the reason of the first.
     fn best(&self, choices: Vec<Choice>) -> Result<(Choice, Price, f64), String> {
         let mut why = None;
         let mut priced = Vec::new();
@@ -136,42 +137,49 @@ impl Question<'_> {
             }
         }
         let fits = |(_, price, _): &(Choice, Price, f64)| price.fits();
-        if priced.iter().any(fits) {
+        let some_fit = priced.iter().any(fits);
+        if some_fit {
             priced.retain(fits);
         }
         let fastest = priced.iter().map(|(.., speed)| *speed).fold(f64::NEG_INFINITY, f64::max);
         let saves = |price: &Price| price.bytes < self.now.bytes;
-        let by_memory = fastest < 1.0 + GAIN_MIN && priced.iter().any(|(_, price, _)| saves(price));
+        let by_memory = !some_fit || fastest < 1.0 + GAIN_MIN && priced.iter().any(|(_, price, _)| saves(price));
         let better = |a: &(Choice, Price, f64), b: &(Choice, Price, f64)| {
             if by_memory { b.1.bytes.cmp(&a.1.bytes).then(a.2.total_cmp(&b.2)) } else { a.2.total_cmp(&b.2) }
         };
         priced.into_iter().max_by(better).ok_or_else(|| why.unwrap_or_else(|| "nothing could be priced".to_owned()))
     }
 
-    /// The best pair and the best triple of levers that can be run and gain something: of those that
-    /// leave the result as it is, and of all.
+    /// The best pairs or triples of levers that can be run and gain something: of those that leave
+    /// the result as it is, and of all. Where the present step does not fit, what gains is what saves
+    /// memory.
     fn combinations(&self, setup: &Setup, rows: &[Row]) -> Vec<Combination> {
-        let gains = |row: &&Row| matches!(&row.outcome, Outcome::Priced { runs: true, speed, price, .. } if *speed > 1.0 + GAIN_MIN && price.fits());
-        let useful: Vec<&Lever> = rows.iter().filter(gains).map(|row| row.lever).collect();
+        let mut useful: Vec<(&'static Lever, &Price)> = Vec::new();
+        for row in rows {
+            if let Outcome::Priced { price, speed, runs: true, .. } = &row.outcome {
+                let gains = if self.now.fits() {
+                    *speed > 1.0 + GAIN_MIN && price.fits()
+                } else {
+                    price.bytes < self.now.bytes
+                };
+                useful.extend(gains.then_some((row.lever, price)));
+            }
+        }
+        if !self.now.fits() {
+            useful.sort_by_key(|(_, price)| price.bytes);
+        }
         let mut best = Vec::new();
         for exact in [true, false] {
-            let levers: Vec<&'static Lever> = LEVERS
-                .iter()
-                .filter(|lever| useful.iter().any(|other| other.name == lever.name) && (lever.is_exact || !exact))
-                .collect();
-            let mut ordered: Vec<&'static Lever> = Vec::new();
-            for row in rows {
-                ordered.extend(levers.iter().copied().filter(|lever| lever.name == row.lever.name));
-            }
-            ordered.truncate(PAIRED);
-            best.extend(self.best_of(setup, &ordered));
+            let levers = useful.iter().map(|(lever, _)| *lever).filter(|lever| lever.is_exact || !exact);
+            best.extend(self.best_of(setup, &levers.take(PAIRED).collect::<Vec<_>>()));
         }
-        best.dedup_by(|a, b| a.words == b.words);
+        best.dedup_by(|a, b| a.setup == b.setup);
         best
     }
 
     fn best_of(&self, setup: &Setup, levers: &[&'static Lever]) -> Option<Combination> {
         let mut pairs: Vec<Combination> = Vec::new();
+        // The order counts: the second lever chooses on what the first made.
         for first in levers {
             for second in levers {
                 if first.name != second.name {
@@ -203,7 +211,8 @@ impl Question<'_> {
         for lever in levers {
             let Offers::Choices(choices) = (lever.offers)(&setup, self.place) else { return None };
             let (choice, price, speed) = self.best(choices).ok()?;
-            if !runs(&choice.setup) || !price.fits() || speed < speed_before * (1.0 + GAIN_MIN) {
+            let gains = !self.now.fits() || price.fits() && speed > speed_before * (1.0 + GAIN_MIN);
+            if !runs(&choice.setup) || !gains {
                 return None;
             }
             words.push(choice.words);
@@ -211,7 +220,7 @@ impl Question<'_> {
             speed_before = speed;
             last = Some((price, speed));
         }
-        let (price, speed) = last?;
+        let (price, speed) = last.filter(|(price, _)| price.fits())?;
         Some(Combination { levers: levers.to_vec(), words: words.join("; "), setup, price, speed })
     }
 }

@@ -17,12 +17,8 @@ pub fn words(setup: &Setup, place: &Place, price: &Price) -> String {
     let percent = |seconds: f64| format!("{:.0} %", 100.0 * seconds / total);
     let of = |part: TimeCategory| price.breakdown.seconds(part);
     let [forward, backward, update] = [TimeCategory::Forward, TimeCategory::Backward, TimeCategory::Update].map(of);
-    let work = format!(
-        "{} forward, {} backward, {} the optimizer's update",
-        percent(forward),
-        percent(backward),
-        percent(update)
-    );
+    let work =
+        format!("{} forward and loss, {} backward, {} update", percent(forward), percent(backward), percent(update));
     let bound = match waits.first() {
         Some((part, seconds)) if *seconds > BOUND * total => {
             format!("waits: {} of it is {}. It computes for the rest: {work}.", percent(*seconds), part.words())

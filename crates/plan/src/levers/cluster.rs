@@ -179,6 +179,7 @@ fn change(edit: &Edit, costs: &mut Costs) {
         }
         Edit::ParameterBytes { .. }
         | Edit::LocalSteps { .. }
+        | Edit::Pruned
         | Edit::Teacher
         | Edit::FreeLoading
         | Edit::FreeExchanges => {}

@@ -41,6 +41,8 @@ pub enum Edit {
     },
     /// Weights are rounded to a narrow format and back before every forward.
     FakeQuantisation,
+    /// The setup's model is what is left of a larger one.
+    Pruned,
     /// A teacher runs forward on every micro-batch.
     Teacher,
     /// Nothing waits for batches: a bound for every improvement of loading.
@@ -82,7 +84,7 @@ impl Edit {
             Edit::ParameterBytes { share } => hold(program, share, MemoryKind::Parameters),
             Edit::FreeLoading => messages(program, 0.0, |action| matches!(action, Action::Load { .. })),
             Edit::FreeExchanges => messages(program, 0.0, is_exchange),
-            Edit::LocalSteps { .. } | Edit::FakeQuantisation | Edit::Teacher => {}
+            Edit::LocalSteps { .. } | Edit::FakeQuantisation | Edit::Pruned | Edit::Teacher => {}
         }
     }
 }

@@ -45,8 +45,10 @@ pub struct Lever {
 pub enum Offers {
     /// Setups to price.
     Choices(Vec<Choice>),
-    /// The lever is in use; nothing can be gained by it.
+    /// The lever is in use already, and how.
     InUse(&'static str),
+    /// The lever has no use here, and the reason.
+    NoUse(&'static str),
     /// The lever has no price, and the reason.
     NotPriced(&'static str),
 }

@@ -151,7 +151,7 @@ pub fn data_parallel(now: &Setup, place: &Place) -> Offers {
 }
 
 fn choices_or(choices: Vec<Choice>, otherwise: &'static str) -> Offers {
-    if choices.is_empty() { Offers::InUse(otherwise) } else { Offers::Choices(choices) }
+    if choices.is_empty() { Offers::NoUse(otherwise) } else { Offers::Choices(choices) }
 }
 
 /// State that is sharded over the data-parallel ranks: the ZeRO stage.
@@ -183,7 +183,7 @@ pub fn sharding_factor(now: &Setup, place: &Place) -> Offers {
         if mesh == now.candidate.mesh {
             continue;
         }
-        all.extend(now.on(mesh).map(|setup| choice(format!("{} groups of {shard} shards", data / shard), setup)));
+        all.extend(now.on(mesh).map(|setup| choice(groups(data / shard, shard), setup)));
     }
     if now.candidate.layout().zero_stage == 3 {
         let keep = Candidate { reshard: Reshard::Never, ..now.candidate };
@@ -195,6 +195,10 @@ pub fn sharding_factor(now: &Setup, place: &Place) -> Offers {
         all.retain(|choice| choice.setup.candidate != now.candidate);
     }
     choices_or(all, "nothing is sharded")
+}
+
+fn groups(groups: u32, shards: u32) -> String {
+    if groups == 1 { format!("one group of {shards} shards") } else { format!("{groups} groups of {shards} shards") }
 }
 
 /// A mesh of `count` ranks on which data parallelism takes what the other degrees leave, sharded if
@@ -266,7 +270,7 @@ pub fn context_parallel(now: &Setup, place: &Place) -> Offers {
 /// Experts that are dealt to ranks.
 pub fn expert_parallel(now: &Setup, place: &Place) -> Offers {
     if place.experts < 2 {
-        return Offers::InUse("the model has no experts");
+        return Offers::NoUse("the model has no experts");
     }
     let found = meshes(now, place, |count| {
         let all = degrees(place.experts, place.experts);
@@ -279,7 +283,7 @@ pub fn expert_parallel(now: &Setup, place: &Place) -> Offers {
 /// State in a lower tier.
 pub fn offload(now: &Setup, place: &Place) -> Offers {
     if now.candidate.mesh.pp > 1 {
-        return Offers::InUse("the stages of a pipeline keep their state");
+        return Offers::NoUse("the stages of a pipeline keep their state");
     }
     let mut all = Vec::new();
     for &lower in &place.tiers {
@@ -305,7 +309,7 @@ pub fn offload(now: &Setup, place: &Place) -> Offers {
 /// Parameters that are gathered further ahead.
 pub fn prefetch(now: &Setup, _: &Place) -> Offers {
     if now.candidate.layout().zero_stage != 3 {
-        return Offers::InUse("gradients are summed while backward runs; nothing is gathered");
+        return Offers::InUse("gradients are summed while backward runs, and nothing is gathered");
     }
     let more = [2, 4].into_iter().filter(|units| *units > now.candidate.prefetch).map(|prefetch| {
         choice(format!("{prefetch} units gathered ahead"), now.with(Candidate { prefetch, ..now.candidate }))
@@ -316,12 +320,12 @@ pub fn prefetch(now: &Setup, _: &Place) -> Offers {
 /// Nothing waits for other ranks.
 pub fn perfect_overlap(now: &Setup, _: &Place) -> Offers {
     match now.candidate.mesh.ranks() {
-        1 => Offers::InUse("one rank exchanges nothing"),
+        1 => Offers::NoUse("one rank exchanges nothing"),
         _ => one("a bound: nothing waits for other ranks", now.edited(Edit::FreeExchanges)),
     }
 }
 
-const NO_GRADIENTS: Offers = Offers::InUse("one data-parallel rank sends no gradients");
+const NO_GRADIENTS: Offers = Offers::NoUse("one data-parallel rank sends no gradients");
 
 /// Gradients of 16 bits on the wire.
 pub fn gradients_in_bf16(now: &Setup, _: &Place) -> Offers {
@@ -374,7 +378,7 @@ pub fn local_steps(now: &Setup, place: &Place) -> Offers {
     let Mesh { dp_replicate, dp_shard, .. } = now.candidate.mesh;
     let data = dp_replicate * dp_shard;
     if data == 1 {
-        return Offers::InUse("one data-parallel rank averages with nobody");
+        return Offers::NoUse("one data-parallel rank averages with nobody");
     }
     // A replica is a node, or a rank where there is one node.
     let replicas = match place.devices / place.devices_per_node {
@@ -450,7 +454,7 @@ pub fn freezing(now: &Setup, _: &Place) -> Offers {
 /// MLPs without a quarter of their width.
 pub fn structured_pruning(now: &Setup, _: &Place) -> Offers {
     let ffn = (now.ffn * 3 / 4).next_multiple_of(16);
-    one(&format!("MLPs of width {ffn}, from {}", now.ffn), Some(Setup { ffn, ..now.clone() }))
+    one(&format!("MLPs of width {ffn}, from {}", now.ffn), Setup { ffn, ..now.clone() }.edited(Edit::Pruned))
 }
 
 /// Two of four weights are zero.

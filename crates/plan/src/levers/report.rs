@@ -76,6 +76,16 @@ pub fn text(advice: &Advice, heading: &Heading, sets: &dyn Fn(&Setup) -> Vec<Str
             let _ = writeln!(text, "  {number:>2}  {}", flags(&sets(setup)));
         }
     }
+    let mut remarks = advice.rows.iter().filter_map(|row| match &row.outcome {
+        Outcome::Priced { price, .. } if !price.remarks.is_empty() => Some((row.lever.name, price.remarks.join("; "))),
+        _ => None,
+    });
+    if let Some(first) = remarks.next() {
+        text += "\nrough prices\n";
+        for (name, remark) in std::iter::once(first).chain(remarks) {
+            let _ = writeln!(text, "  {name}: {remark}");
+        }
+    }
     text += "\nsources of what is said of quality\n";
     for (number, row) in (1..).zip(priced(true).chain(priced(false))) {
         let _ = writeln!(text, "  {number:>2}  {}", row.lever.source);
@@ -95,10 +105,8 @@ fn cells(row: &Row, number: usize, now: &Price) -> Vec<String> {
     let Outcome::Priced { words, price, speed, .. } = &row.outcome else { return Vec::new() };
     let memory = difference(price.bytes, now.bytes);
     let memory = if price.fits() { memory } else { format!("{memory}, too large") };
-    let mut words = words.clone();
-    for remark in &price.remarks {
-        words += &format!(" ({remark})");
-    }
+    let rough = if price.remarks.is_empty() { "" } else { " (rough)" };
+    let words = format!("{words}{rough}");
     vec![format!("{number:>2} {}", row.lever.name), words, gain(*speed), memory, row.lever.quality.to_owned()]
 }
 

@@ -11,7 +11,7 @@ use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_plan::Candidate;
 use trainyard_plan::levers::{Bench, Edit, Price, Setup, is_exchange, local_steps};
 use trainyard_plan::{Breakdown, TimeCategory};
-use trainyard_program::{Action, BackwardPart, Instruction, Lane, Memory, MemoryKind, Mesh, Program};
+use trainyard_program::{Action, Instruction, Lane, Memory, MemoryKind, Mesh, Program};
 use trainyard_sim::MachineProfile;
 use trainyard_sim::host::{HostLayout, HostPrices, Priced, play};
 use trainyard_tensor::Call;
@@ -99,7 +99,7 @@ impl MachineBench<'_> {
             bytes = bytes.max((needs.memory.peak_total() as i64 + is - was).max(0) as u64);
             let unpriced: Vec<String> = prices.unpriced(&needs.calls).into_keys().collect();
             if !unpriced.is_empty() {
-                remarks = vec![format!("not in the profile, priced as copies: {}", unpriced.join(", "))];
+                remarks = vec![format!("kernels that the profile does not have: {}", unpriced.join(", "))];
             }
             programs.push(program);
             all.push(priced);
@@ -175,7 +175,7 @@ impl MachineBench<'_> {
                     priced[number].work_s *= (MOVED - 16.0 * (1.0 - share)) / MOVED;
                 }
             }
-            Edit::ParameterBytes { .. } | Edit::LocalSteps { .. } | Edit::Teacher => {}
+            Edit::ParameterBytes { .. } | Edit::LocalSteps { .. } | Edit::Pruned | Edit::Teacher => {}
         }
     }
 }
@@ -205,8 +205,10 @@ fn adapted_share(kernel: &str, share: f64) -> f64 {
 fn is_frozen(instruction: &Instruction, blocks: u32) -> bool {
     let of_frozen = |unit: u32| unit <= blocks;
     match instruction.action {
-        Action::Backward { unit, part, .. } => of_frozen(unit) && part != BackwardPart::Input || of_frozen(unit),
-        Action::Update { unit, .. } | Action::Reduce { unit, .. } | Action::Fold { unit, .. } => of_frozen(unit),
+        Action::Backward { unit, .. }
+        | Action::Update { unit, .. }
+        | Action::Reduce { unit, .. }
+        | Action::Fold { unit, .. } => of_frozen(unit),
         _ => false,
     }
 }

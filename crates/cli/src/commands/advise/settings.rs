@@ -73,8 +73,14 @@ pub fn setup(resolved: &Resolved) -> Result<Setup> {
 /// The settings that make a configuration of `base` one of `setup`: those that differ.
 pub fn settings(base: &Setup, setup: &Setup) -> Vec<String> {
     let before = all(base);
-    all(setup).into_iter().filter(|set| !before.contains(set)).collect()
+    let key = |set: &str| set.split('=').next().map(str::to_owned);
+    let is_unset = |set: &str| DEFAULTS.contains(&set) && before.iter().all(|other| key(other) != key(set));
+    let is_new = |set: &String| !before.contains(set) && !is_unset(set);
+    all(setup).into_iter().filter(is_new).collect()
 }
+
+/// Settings that only some setups have, with the values that they have if unset.
+const DEFAULTS: [&str; 3] = ["parallel.reduce_dtype=f32", "parallel.reshard_after_forward=true", "parallel.prefetch=1"];
 
 /// Every setting of a setup.
 fn all(setup: &Setup) -> Vec<String> {
