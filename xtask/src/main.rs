@@ -1,4 +1,4 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | choices | equality | gpu |
+//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | equality | gpu |
 //! overlap | pictures | soak | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
@@ -7,6 +7,7 @@
 //! program against its peers and writes what it found. Nothing here is needed to build or to use
 //! Trainyard.
 
+mod advise;
 mod bench;
 mod choices;
 mod equality;
@@ -46,6 +47,9 @@ enum Chore {
     /// Measure how much communication over a slow link hides behind computing: two network
     /// namespaces, MPI over TCP.
     Overlap(overlap::Options),
+    /// Run the first levers that `trainyard advise` names for six configurations, and compare their
+    /// gains with the predicted ones.
+    Advise(advise::Options),
     /// Train every runnable way of small models and compare the fastest with what `--plan auto`
     /// picks.
     Choices(choices::Options),
@@ -72,6 +76,7 @@ fn main() -> ExitCode {
         Chore::Tidy => tidy::run(&root),
         Chore::Bench(options) => bench::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),
+        Chore::Advise(options) => advise::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
         Chore::Equality(options) => equality::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),

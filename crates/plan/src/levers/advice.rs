@@ -40,6 +40,8 @@ pub enum Outcome {
         speed: f64,
         /// True if the engine runs it.
         runs: bool,
+        /// The same factor as measured, if it was tried.
+        tried: Option<f64>,
     },
     /// There is nothing to price, and the reason.
     Nothing(String),
@@ -62,7 +64,7 @@ pub struct Combination {
 /// Gains below this are none: the simulation itself is no better.
 const GAIN_MIN: f64 = 0.002;
 /// Number of levers of which all pairs are tried.
-const PAIRED: usize = 7;
+const PAIRED: usize = 9;
 /// Number of the best pairs to which a third lever is added.
 const EXTENDED: usize = 3;
 
@@ -116,7 +118,7 @@ impl Question<'_> {
         }
         match self.best(choices) {
             Ok((Choice { words, setup }, price, speed)) => {
-                Outcome::Priced { words, price, speed, runs: runs(&setup), setup: Box::new(setup) }
+                Outcome::Priced { words, price, speed, runs: runs(&setup), setup: Box::new(setup), tried: None }
             }
             Err(why) => Outcome::Nothing(format!("not possible here: {why}")),
         }
@@ -143,7 +145,8 @@ impl Question<'_> {
         }
         let fastest = priced.iter().map(|(.., speed)| *speed).fold(f64::NEG_INFINITY, f64::max);
         let saves = |price: &Price| price.bytes < self.now.bytes;
-        let by_memory = !some_fit || fastest < 1.0 + GAIN_MIN && priced.iter().any(|(_, price, _)| saves(price));
+        let by_memory =
+            !some_fit || self.now.fits() && fastest < 1.0 + GAIN_MIN && priced.iter().any(|(_, price, _)| saves(price));
         let better = |a: &(Choice, Price, f64), b: &(Choice, Price, f64)| {
             if by_memory { b.1.bytes.cmp(&a.1.bytes).then(a.2.total_cmp(&b.2)) } else { a.2.total_cmp(&b.2) }
         };
@@ -151,33 +154,29 @@ impl Question<'_> {
     }
 
     /// The best pairs or triples of levers that can be run and gain something: of those that leave
-    /// the result as it is, and of all. Where the present step does not fit, what gains is what saves
-    /// memory.
+    /// the result as it is, and of all. Where the present step does not fit, levers that make it fit
+    /// go with levers that gain speed.
     fn combinations(&self, setup: &Setup, rows: &[Row]) -> Vec<Combination> {
-        let mut useful: Vec<(&'static Lever, &Price)> = Vec::new();
-        for row in rows {
-            if let Outcome::Priced { price, speed, runs: true, .. } = &row.outcome {
-                let gains = if self.now.fits() {
-                    *speed > 1.0 + GAIN_MIN && price.fits()
-                } else {
-                    price.bytes < self.now.bytes
-                };
-                useful.extend(gains.then_some((row.lever, price)));
-            }
-        }
-        if !self.now.fits() {
-            useful.sort_by_key(|(_, price)| price.bytes);
-        }
+        let useful: Vec<&'static Lever> = rows.iter().filter(|row| self.is_useful(row)).map(|row| row.lever).collect();
         let mut best = Vec::new();
         for exact in [true, false] {
-            let levers = useful.iter().map(|(lever, _)| *lever).filter(|lever| lever.is_exact || !exact);
-            best.extend(self.best_of(setup, &levers.take(PAIRED).collect::<Vec<_>>()));
+            let levers: Vec<&'static Lever> = useful.iter().copied().filter(|lever| lever.is_exact || !exact).collect();
+            best.extend(self.best_of(setup, &levers));
         }
         best.dedup_by(|a, b| a.setup == b.setup);
         best
     }
 
+    /// True if the row is one of the first that gain speed, or, if the present step does not fit,
+    /// that make it fit.
+    fn is_useful(&self, row: &Row) -> bool {
+        let Outcome::Priced { price, speed, runs: true, .. } = &row.outcome else { return false };
+        let gains = *speed > 1.0 + GAIN_MIN;
+        if self.now.fits() { gains && price.fits() } else { gains || price.fits() }
+    }
+
     fn best_of(&self, setup: &Setup, levers: &[&'static Lever]) -> Option<Combination> {
+        let levers = &levers[..levers.len().min(PAIRED)];
         let mut pairs: Vec<Combination> = Vec::new();
         // The order counts: the second lever chooses on what the first made.
         for first in levers {

@@ -385,11 +385,10 @@ pub fn local_steps(now: &Setup, place: &Place) -> Offers {
         0 | 1 => data,
         nodes => nodes.min(data),
     };
-    let mesh = match dp_replicate {
-        1 if data.is_multiple_of(replicas) => {
-            Mesh { dp_replicate: replicas, dp_shard: data / replicas, ..now.candidate.mesh }
-        }
-        _ => now.candidate.mesh,
+    let mesh = if data.is_multiple_of(replicas) {
+        Mesh { dp_replicate: replicas, dp_shard: data / replicas, ..now.candidate.mesh }
+    } else {
+        now.candidate.mesh
     };
     let setup = now.on(mesh).filter(|setup| setup.candidate.mesh.dp_replicate > 1);
     let setups = setup.into_iter().flat_map(|setup| {

@@ -102,12 +102,14 @@ fn runs_now(row: &Row) -> Option<bool> {
 }
 
 fn cells(row: &Row, number: usize, now: &Price) -> Vec<String> {
-    let Outcome::Priced { words, price, speed, .. } = &row.outcome else { return Vec::new() };
+    let Outcome::Priced { words, price, speed, tried, .. } = &row.outcome else { return Vec::new() };
     let memory = difference(price.bytes, now.bytes);
     let memory = if price.fits() { memory } else { format!("{memory}, too large") };
     let rough = if price.remarks.is_empty() { "" } else { " (rough)" };
     let words = format!("{words}{rough}");
-    vec![format!("{number:>2} {}", row.lever.name), words, gain(*speed), memory, row.lever.quality.to_owned()]
+    let tried = tried.map_or(String::new(), |tried| format!(", tried {}", gain(tried)));
+    let speed = format!("{}{tried}", gain(*speed));
+    vec![format!("{number:>2} {}", row.lever.name), words, speed, memory, row.lever.quality.to_owned()]
 }
 
 /// A table of rows of five cells: words, words, two numbers, words.
@@ -162,10 +164,11 @@ pub fn json(advice: &Advice, sets: &dyn Fn(&Setup) -> Vec<String>) -> Value {
         "now": price(now, &advice.setup, 1.0),
         "levers": advice.rows.iter().map(|row| {
             let mut value = match &row.outcome {
-                Outcome::Priced { words, setup, price: priced, speed, runs } => {
+                Outcome::Priced { words, setup, price: priced, speed, runs, tried } => {
                     let mut value = price(priced, setup, *speed);
                     value["change"] = words.as_str().into();
                     value["runnable"] = (*runs).into();
+                    value["tried_speed"] = (*tried).into();
                     if *runs {
                         value["sets"] = sets(setup).into();
                     }

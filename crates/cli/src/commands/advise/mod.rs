@@ -2,12 +2,13 @@
 
 mod here;
 mod settings;
+mod tried;
 
 use super::config::resolve_for;
 use super::plan;
 use crate::choose::{self, Room};
-use crate::forecast;
 use crate::output::print;
+use crate::{forecast, trial};
 use anyhow::{Context, Result};
 use here::MachineBench;
 use settings::{settings, setup};
@@ -15,7 +16,7 @@ use std::path::PathBuf;
 use trainyard_calibrate::probe_group;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::shape::model_spec;
-use trainyard_plan::levers::{self, Bench, ClusterBench, Heading, Place, Setup, advise};
+use trainyard_plan::levers::{self, Advice, ClusterBench, Heading, Place, Setup, advise};
 use trainyard_plan::{Budget, Fixed, Limits, Objective, Request, table};
 use trainyard_program::Tier;
 use trainyard_sim::machine::Machine;
@@ -45,6 +46,11 @@ pub struct Args {
     /// A profile by `trainyard calibrate`. Default: this machine's.
     #[arg(long, value_name = "FILE", conflicts_with = "cluster")]
     profile: Option<PathBuf>,
+    /// Seconds for trials on this machine: the first three levers that can be run and the
+    /// configuration itself make steps in turn, and the measured gains stand beside the predicted.
+    /// 0: no trials.
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
+    trial_seconds: f64,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -68,8 +74,12 @@ fn on_this_machine(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>) -> R
     let place = machine(&resolved, &profile, &inputs)?;
     let room = Room::of(&resolved, &profile);
     let bench = MachineBench { load, profile: &profile, inputs: &inputs, base: &base, room };
-    let heading = heading(&resolved, &profile.machine.to_string())?;
-    show(args, &base, &place, &bench, &heading, &|setup| settings(&base, setup))
+    let mut advice = advise(&base, &place, &bench).map_err(anyhow::Error::msg)?;
+    let sets = |setup: &Setup| settings(&base, setup);
+    if args.trial_seconds > 0.0 {
+        tried::try_out(&mut advice, load, &sets, &inputs, args.trial_seconds)?;
+    }
+    show(args, &advice, &heading(&resolved, &profile.machine.to_string())?, &sets)
 }
 
 fn on_cluster(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>, cluster: &str) -> Result<()> {
@@ -86,24 +96,16 @@ fn on_cluster(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>, cluster: 
     let request = request(&resolved, &base, cluster)?;
     let facts = plan::facts()?;
     let bench = ClusterBench { request: &request, facts: &facts, base: &base };
-    let heading = heading(&resolved, &words(&request.cluster))?;
+    let advice = advise(&base, &devices(&request), &bench).map_err(anyhow::Error::msg)?;
     let sets = |setup: &Setup| [&there[..], &settings(&base, setup)].concat();
-    show(args, &base, &devices(&request), &bench, &heading, &sets)
+    show(args, &advice, &heading(&resolved, &words(&request.cluster))?, &sets)
 }
 
-fn show(
-    args: &Args,
-    base: &Setup,
-    place: &Place,
-    bench: &dyn Bench,
-    heading: &Heading,
-    sets: &dyn Fn(&Setup) -> Vec<String>,
-) -> Result<()> {
-    let advice = advise(base, place, bench).map_err(anyhow::Error::msg)?;
+fn show(args: &Args, advice: &Advice, heading: &Heading, sets: &dyn Fn(&Setup) -> Vec<String>) -> Result<()> {
     if args.json {
-        return print(format_args!("{:#}\n", levers::json(&advice, sets)));
+        return print(format_args!("{:#}\n", levers::json(advice, sets)));
     }
-    print(levers::text(&advice, heading, sets))
+    print(levers::text(advice, heading, sets))
 }
 
 /// The profile that prices the configuration on this machine.
