@@ -15,6 +15,7 @@ use trainyard_engine::shape::model_spec;
 use trainyard_engine::trained::Runtime;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
+use trainyard_plan::levers::{ClusterBench, Place, Setup, advise};
 use trainyard_plan::{
     Answer, Budget, Candidate, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step,
     table, timeline,
@@ -595,7 +596,19 @@ fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, s
     }
     if let Some(path) = &args.html {
         let scaling = scaling(request, facts, answer);
-        let parts = Page { request, answer, step: (&step, number), memory: &memory, scaling: &scaling };
+        let base = Setup::of(request, &answer.plans[0].candidate);
+        let bench = ClusterBench { request, facts, base: &base };
+        let levers = advise(&base, &Place::of(request), &bench).map_err(anyhow::Error::msg)?;
+        let model = args.model.clone().or_else(|| Some(args.config.as_ref()?.display().to_string()));
+        let parts = Page {
+            model: &model.unwrap_or_default(),
+            request,
+            answer,
+            step: (&step, number),
+            memory: &memory,
+            scaling: &scaling,
+            levers: Some(&levers),
+        };
         write(path, page(&parts))?;
     }
     Ok(())
@@ -603,13 +616,18 @@ fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, s
 
 /// The best plans on a half, a quarter and an eighth of the devices, for the plot of cost.
 fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
-    let entry = |plan: &Plan| Scaling {
-        devices: plan.candidate.mesh.ranks(),
-        layout: plan.layout.clone(),
-        tokens_per_s: plan.tokens_per_s,
-        cost: plan.usd_per_million_tokens.unwrap_or(1e6 * f64::from(plan.candidate.mesh.ranks()) / plan.tokens_per_s),
+    let entry = |answer: &Answer| {
+        let best = &answer.plans[0];
+        let devices = best.candidate.mesh.ranks();
+        Scaling {
+            devices,
+            layout: best.layout.clone(),
+            tokens_per_s: best.tokens_per_s,
+            mfu: best.mfu,
+            simulated: answer.simulated.iter().filter(|one| one.candidate.mesh.ranks() == devices).cloned().collect(),
+        }
     };
-    let mut all = vec![entry(&answer.plans[0])];
+    let mut all = vec![entry(answer)];
     let devices = answer.plans[0].candidate.mesh.ranks();
     for divisor in [2, 4, 8, 16] {
         if !devices.is_multiple_of(divisor) {
@@ -617,7 +635,8 @@ fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
         }
         let limits = Limits { devices: Some(devices / divisor), ..request.limits.clone() };
         let smaller = Request { limits, objective: Objective::Speed, shown: 1, ..request.clone() };
-        all.extend(plan(&smaller, facts).ok().map(|answer| entry(&answer.plans[0])));
+        // What does not fit on fewer devices has no place in the plot.
+        all.extend(plan(&smaller, facts).ok().map(|answer| entry(&answer)));
     }
     all
 }

@@ -9,6 +9,7 @@
 //! [`advise`] prices the table. The commands of the cli show it.
 
 mod advice;
+pub(crate) mod bars;
 mod bottleneck;
 mod cluster;
 mod edit;

@@ -16,12 +16,12 @@ pub struct Heading {
 }
 
 /// `+12.3 %`
-fn gain(speed: f64) -> String {
+pub(super) fn gain(speed: f64) -> String {
     format!("{:+.1} %", 100.0 * (speed - 1.0))
 }
 
 /// `+1.5 GiB`
-fn difference(bytes: u64, now: u64) -> String {
+pub(super) fn difference(bytes: u64, now: u64) -> String {
     match bytes.cmp(&now) {
         std::cmp::Ordering::Equal => "0".to_owned(),
         std::cmp::Ordering::Less => format!("-{}", format_bytes(now - bytes)),

@@ -1,8 +1,8 @@
 //! A setup: how a step is run now or could be run, and the place that runs it.
 
 use super::edit::Edit;
-use crate::Candidate;
-use trainyard_program::Mesh;
+use crate::{Candidate, Request};
+use trainyard_program::{Mesh, Tier};
 use trainyard_sim::Format;
 
 /// A way to run a step, including what the program does not have yet.
@@ -85,12 +85,26 @@ pub struct Place {
     /// Width of the model.
     pub dim: u32,
     /// The tiers that state can be offloaded to.
-    pub tiers: Vec<trainyard_program::Tier>,
+    pub tiers: Vec<Tier>,
     /// Number formats whose products the devices have.
     pub formats: Vec<Format>,
 }
 
 impl Setup {
+    /// The setup of a plan of `request`. The planner counts AdamW, and gradients that travel in 32
+    /// bits.
+    pub fn of(request: &Request, candidate: &Candidate) -> Setup {
+        Setup {
+            candidate: *candidate,
+            sequence_length: request.sequence_length,
+            reduce: ReduceFormat::F32,
+            optimizer: Optimizer::AdamW,
+            layers: request.model.layers,
+            ffn: request.model.ffn,
+            edits: Vec::new(),
+        }
+    }
+
     /// Number of sequences of a step.
     pub fn global_batch(&self) -> u64 {
         self.candidate.global_batch()
@@ -133,6 +147,22 @@ impl Setup {
 }
 
 impl Place {
+    /// The cluster of `request`, all of whose devices are used.
+    pub fn of(request: &Request) -> Place {
+        let (cluster, model) = (&request.cluster, &request.model);
+        Place {
+            devices: cluster.devices(),
+            devices_per_node: cluster.devices_per_node,
+            all_devices: true,
+            heads: model.heads,
+            kv_heads: model.kv_heads,
+            experts: model.experts.map_or(1, |experts| experts.count),
+            dim: model.dim,
+            tiers: if request.has_host_tier() { vec![Tier::Host] } else { Vec::new() },
+            formats: cluster.device.dense_tflops.keys().copied().collect(),
+        }
+    }
+
     /// Numbers of devices that a setup may use.
     pub fn counts(&self) -> Vec<u32> {
         if self.all_devices { vec![self.devices] } else { (1..=self.devices).collect() }

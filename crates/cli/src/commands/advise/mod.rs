@@ -96,7 +96,7 @@ fn on_cluster(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>, cluster: 
     let request = request(&resolved, &base, cluster)?;
     let facts = plan::facts()?;
     let bench = ClusterBench { request: &request, facts: &facts, base: &base };
-    let advice = advise(&base, &devices(&request), &bench).map_err(anyhow::Error::msg)?;
+    let advice = advise(&base, &Place::of(&request), &bench).map_err(anyhow::Error::msg)?;
     let sets = |setup: &Setup| [&there[..], &settings(&base, setup)].concat();
     show(args, &advice, &heading(&resolved, &words(&request.cluster))?, &sets)
 }
@@ -153,22 +153,6 @@ fn machine(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Re
         tiers: if gpu.is_some() { vec![Tier::Host, Tier::Disk] } else { vec![Tier::Disk] },
         formats,
     })
-}
-
-/// A cluster as a place.
-fn devices(request: &Request) -> Place {
-    let (cluster, model) = (&request.cluster, &request.model);
-    Place {
-        devices: cluster.devices(),
-        devices_per_node: cluster.devices_per_node,
-        all_devices: true,
-        heads: model.heads,
-        kv_heads: model.kv_heads,
-        experts: model.experts.map_or(1, |experts| experts.count),
-        dim: model.dim,
-        tiers: if request.has_host_tier() { vec![Tier::Host] } else { Vec::new() },
-        formats: cluster.device.dense_tflops.keys().copied().collect(),
-    }
 }
 
 /// The request to the simulator: the configuration's model and batch on a cluster.
