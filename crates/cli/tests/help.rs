@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 30] = [
+    let commands: [&[&str]; 31] = [
         &[],
         &["train"],
         &["launch"],
@@ -27,6 +27,7 @@ fn help_texts_are_as_agreed() {
         &["config", "presets"],
         &["calibrate"],
         &["plan"],
+        &["advise"],
         &["program"],
         &["bench", "train"],
         &["bench", "kernels"],

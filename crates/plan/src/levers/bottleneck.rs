@@ -8,6 +8,14 @@ use trainyard_base::format_bytes;
 /// Share of the step from which something that compute waits for is called the bottleneck.
 const BOUND: f64 = 0.3;
 
+/// A category in words that need no explanation.
+fn plainly(part: TimeCategory) -> &'static str {
+    match part {
+        TimeCategory::Beside => "what every step costs however small it is (launches, the slowest node)",
+        part => part.words(),
+    }
+}
+
 /// The bottleneck of the step of `setup`.
 pub fn words(setup: &Setup, place: &Place, price: &Price) -> String {
     let total = price.breakdown.total().max(f64::MIN_POSITIVE);
@@ -21,10 +29,10 @@ pub fn words(setup: &Setup, place: &Place, price: &Price) -> String {
         format!("{} forward and loss, {} backward, {} update", percent(forward), percent(backward), percent(update));
     let bound = match waits.first() {
         Some((part, seconds)) if *seconds > BOUND * total => {
-            format!("waits: {} of it is {}. It computes for the rest: {work}.", percent(*seconds), part.words())
+            format!("waits: {} of it is {}. It computes for the rest: {work}.", percent(*seconds), plainly(*part))
         }
         Some((part, seconds)) if *seconds > 0.02 * total => {
-            format!("computes most of the time: {work}. The longest wait is {}: {}.", percent(*seconds), part.words())
+            format!("computes most of the time: {work}. The longest wait is {}: {}.", percent(*seconds), plainly(*part))
         }
         _ => format!("computes all the time: {work}. Nothing waits for disk, loading or other ranks."),
     };

@@ -23,7 +23,7 @@ use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Cluster, Format, Generation, MachineProfile};
 
-/// Price every way to use scarce compute better, for a configuration.
+/// Say what would make the training of a configuration faster or smaller, and by how much.
 ///
 /// One table of all levers: batch, precision, memory, each kind of parallelism, network, update rule,
 /// data, adapters, pruning, quantisation, distillation. Each row is simulated like a plan, and says

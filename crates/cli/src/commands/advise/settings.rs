@@ -154,3 +154,66 @@ fn all(setup: &Setup) -> Vec<String> {
     sets.extend(setup.optimizer.name().map(|name| format!("optimizer.name={name}")));
     sets
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use trainyard_engine::config::{Config, Inputs};
+    use trainyard_plan::levers::table::LEVERS;
+    use trainyard_plan::levers::{Offers, Place};
+
+    fn resolve(sets: &[String]) -> Result<Resolved> {
+        let base = [
+            "model.family='llama'",
+            "model.dim=64",
+            "model.layers=4",
+            "model.heads=4",
+            "model.vocab_size=256",
+            "training.steps=1",
+            "training.sequence_length=128",
+            "training.micro_batch_size=2",
+            "training.accumulation_steps=4",
+        ];
+        let sets: Vec<String> = base.map(str::to_owned).into_iter().chain(sets.iter().cloned()).collect();
+        let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };
+        Ok(Config::parse(Path::new("test"), "", &sets)?.resolve(&inputs)?)
+    }
+
+    /// The settings that are printed make the setup that was priced.
+    #[test]
+    fn settings_make_the_setups_of_all_levers() {
+        let place = Place {
+            devices: 4,
+            devices_per_node: 4,
+            all_devices: false,
+            heads: 4,
+            kv_heads: 4,
+            experts: 1,
+            dim: 64,
+            tiers: vec![Tier::Disk],
+            formats: vec![Format::Fp32, Format::Bf16],
+        };
+        for more in [&[][..], &["parallel.ranks=4".to_owned(), "parallel.zero_stage=3".to_owned()]] {
+            let base = setup(&resolve(more).unwrap()).unwrap();
+            assert_eq!(settings(&base, &base), Vec::<String>::new());
+            let mut tried = 0;
+            for lever in LEVERS {
+                let Offers::Choices(choices) = (lever.offers)(&base, &place) else { continue };
+                for choice in choices.into_iter().filter(|choice| choice.setup.edits.is_empty()) {
+                    let sets = [more, &settings(&base, &choice.setup)].concat();
+                    let resolved =
+                        resolve(&sets).unwrap_or_else(|error| panic!("{}: {sets:?}: {error:#}", choice.words));
+                    let mut made = setup(&resolved).unwrap();
+                    // What has no effect on one mesh is left as it was on another.
+                    made.candidate.pipeline = choice.setup.candidate.pipeline;
+                    (made.candidate.reshard, made.candidate.prefetch) =
+                        (choice.setup.candidate.reshard, choice.setup.candidate.prefetch);
+                    assert_eq!(made, choice.setup, "{}: {sets:?}", choice.words);
+                    tried += 1;
+                }
+            }
+            assert!(tried > 15, "{tried}");
+        }
+    }
+}
