@@ -3,6 +3,7 @@
 
 pub(super) mod here;
 
+use super::advise::settings as advise_settings;
 use super::config::resolve;
 use crate::output::{note, print, read};
 use crate::{forecast, trial};
@@ -597,7 +598,9 @@ fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, s
     if let Some(path) = &args.html {
         let scaling = scaling(request, facts, answer);
         let base = Setup::of(request, &answer.plans[0].candidate);
-        let bench = ClusterBench { request, facts, base: &base };
+        let load = |sets: &[String]| Ok(Config::parse(Path::new("plan"), "", sets)?);
+        let knows = |setup: &Setup| advise_settings::knows(&base, setup, &load);
+        let bench = ClusterBench { request, facts, base: &base, knows: &knows };
         let levers = advise(&base, &Place::of(request), &bench).map_err(anyhow::Error::msg)?;
         let model = args.model.clone().or_else(|| Some(args.config.as_ref()?.display().to_string()));
         let parts = Page {

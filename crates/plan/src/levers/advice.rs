@@ -2,7 +2,6 @@
 
 use super::table::LEVERS;
 use super::{Bench, Choice, Lever, Offers, Place, Price, Setup, bottleneck};
-use trainyard_program::runnable;
 
 /// Everything that is known about the levers of one setup.
 pub struct Advice {
@@ -93,11 +92,6 @@ fn rank(outcome: &Outcome) -> (bool, bool, f64) {
     }
 }
 
-/// True if the engine runs the setup.
-pub(super) fn runs(setup: &Setup) -> bool {
-    setup.edits.is_empty() && runnable(&setup.candidate.mesh).is_yes()
-}
-
 struct Question<'a> {
     place: &'a Place,
     bench: &'a dyn Bench,
@@ -117,9 +111,14 @@ impl Question<'_> {
             return Outcome::Nothing("no use here: there is nothing to change".to_owned());
         }
         match self.best(choices) {
-            Ok((Choice { words, setup }, price, speed)) => {
-                Outcome::Priced { words, price, speed, runs: runs(&setup), setup: Box::new(setup), tried: None }
-            }
+            Ok((Choice { words, setup }, price, speed)) => Outcome::Priced {
+                words,
+                price,
+                speed,
+                runs: self.bench.runs(&setup),
+                setup: Box::new(setup),
+                tried: None,
+            },
             Err(why) => Outcome::Nothing(format!("not possible here: {why}")),
         }
     }
@@ -211,7 +210,7 @@ impl Question<'_> {
             let Offers::Choices(choices) = (lever.offers)(&setup, self.place) else { return None };
             let (choice, price, speed) = self.best(choices).ok()?;
             let gains = !self.now.fits() || price.fits() && speed > speed_before * (1.0 + GAIN_MIN);
-            if !runs(&choice.setup) || !gains {
+            if !self.bench.runs(&choice.setup) || !gains {
                 return None;
             }
             words.push(choice.words);

@@ -16,6 +16,8 @@ pub struct ClusterBench<'a> {
     pub facts: &'a Facts,
     /// The present setup, whose model is a student's teacher.
     pub base: &'a Setup,
+    /// True for a setup with edits whose settings the engine knows by now.
+    pub knows: &'a dyn Fn(&Setup) -> bool,
 }
 
 impl Bench for ClusterBench<'_> {
@@ -34,6 +36,10 @@ impl Bench for ClusterBench<'_> {
         let moments = together.resident(MemoryKind::Optimizer);
         let memory_bytes_s = self.request.cluster.device.memory_gb_s * 1e9 * self.facts.constants.memory_share;
         Ok(local_steps(island, every, average_s, moments, memory_bytes_s))
+    }
+
+    fn runs(&self, setup: &Setup) -> bool {
+        setup.candidate.runnable().is_yes() && (setup.edits.is_empty() || (self.knows)(setup))
     }
 }
 

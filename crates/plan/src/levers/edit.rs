@@ -9,6 +9,8 @@ use trainyard_program::{Action, MemoryKind, Program};
 pub enum Edit {
     /// Gradients travel encoded.
     Codec {
+        /// The code.
+        code: Code,
         /// Bytes of a message as a share of those in the format that is used otherwise.
         share: f64,
         /// Bytes that encoding, decoding and the residual read and write per byte of a gradient.
@@ -49,6 +51,17 @@ pub enum Edit {
     FreeLoading,
     /// Nothing waits for other ranks: a bound for every improvement of overlap.
     FreeExchanges,
+}
+
+/// A code of gradients.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Code {
+    /// 8-bit integers in blocks with a scale.
+    Int8,
+    /// The largest elements with their places.
+    TopK,
+    /// Two factors of low rank.
+    LowRank,
 }
 
 impl Edit {

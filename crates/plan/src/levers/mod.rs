@@ -20,7 +20,7 @@ pub mod table;
 
 pub use advice::{Advice, Combination, Outcome, Row, advise};
 pub use cluster::ClusterBench;
-pub use edit::{Edit, is_exchange, local_steps};
+pub use edit::{Code, Edit, is_exchange, local_steps};
 pub use report::{Heading, json, text};
 pub use setup::{Optimizer, Place, ReduceFormat, Setup};
 
@@ -93,4 +93,7 @@ pub trait Bench {
     ///
     /// The reason, in words, why it cannot be run or priced.
     fn price(&self, setup: &Setup) -> Result<Price, String>;
+
+    /// True if the engine runs `setup`.
+    fn runs(&self, setup: &Setup) -> bool;
 }

@@ -1,6 +1,6 @@
 //! The setups that each lever offers. A function per lever; [`table`](super::table) names them.
 
-use super::{Choice, Edit, Offers, Optimizer, Place, ReduceFormat, Setup};
+use super::{Choice, Code, Edit, Offers, Optimizer, Place, ReduceFormat, Setup};
 use crate::{Candidate, Checkpointing};
 use trainyard_program::{Mesh, Offload, PipelineSchedule, Reshard, Tier};
 use trainyard_sim::Format;
@@ -341,19 +341,19 @@ pub fn gradients_in_bf16(now: &Setup, _: &Place) -> Offers {
 /// Bytes of a 32-bit gradient.
 const GRADIENT: f64 = 4.0;
 
-fn codec(now: &Setup, words: &str, bytes: f64, passes: f64) -> Offers {
+fn codec(now: &Setup, words: &str, code: Code, bytes: f64, passes: f64) -> Offers {
     if now.candidate.mesh.data_parallel() == 1 {
         return NO_GRADIENTS;
     }
     let plain = if now.reduce == ReduceFormat::Bf16 { 2.0 } else { GRADIENT };
-    one(words, now.edited(Edit::Codec { share: bytes / plain, passes }))
+    one(words, now.edited(Edit::Codec { code, share: bytes / plain, passes }))
 }
 
 /// Blocks of 8-bit integers with a scale, and error feedback.
 pub fn gradients_in_int8(now: &Setup, _: &Place) -> Offers {
     // A scale of 32 bits for every block of 256. The residual is read and written, the gradient read
     // and the code written and read.
-    codec(now, "8-bit blocks of 256, error feedback", 1.0 + 4.0 / 256.0, 3.5)
+    codec(now, "8-bit blocks of 256, error feedback", Code::Int8, 1.0 + 4.0 / 256.0, 3.5)
 }
 
 /// The largest hundredth, with error feedback.
@@ -361,7 +361,7 @@ pub fn top_k(now: &Setup, _: &Place) -> Offers {
     // A value and an index for one element in a hundred. Every rank's choice goes to every other, so
     // what a rank receives grows with their number. Choosing reads the gradient twice more.
     let ranks = f64::from(now.candidate.mesh.data_parallel());
-    codec(now, "the largest 1 %, error feedback", 0.01 * 8.0 * (ranks / 2.0).max(1.0), 5.0)
+    codec(now, "the largest 1 %, error feedback", Code::TopK, 0.01 * 8.0 * (ranks / 2.0).max(1.0), 5.0)
 }
 
 /// Factors of low rank, with error feedback.
@@ -370,7 +370,7 @@ pub fn low_rank(now: &Setup, place: &Place) -> Offers {
     // A matrix of d x f becomes RANK columns of d + f. Making and multiplying the factors reads the
     // gradient four times.
     let (d, f) = (f64::from(place.dim), f64::from(now.ffn));
-    codec(now, "rank 4, error feedback", GRADIENT * RANK * (d + f) / (d * f), 6.0)
+    codec(now, "rank 4, error feedback", Code::LowRank, GRADIENT * RANK * (d + f) / (d * f), 6.0)
 }
 
 /// Replicas that train by themselves and average their parameters.

@@ -1,7 +1,7 @@
 //! Prices setups on this machine: each is resolved, lowered and executed without data like a run,
 //! and its kernels are priced from the profile by `trainyard calibrate`.
 
-use super::settings::settings;
+use super::settings::{knows, settings};
 use crate::choose::Room;
 use crate::commands::config::resolve_for;
 use crate::output::chain;
@@ -53,6 +53,10 @@ impl Bench for MachineBench<'_> {
     fn price(&self, setup: &Setup) -> Result<Price, String> {
         self.priced(setup).map_err(|error| chain(&error))
     }
+
+    fn runs(&self, setup: &Setup) -> bool {
+        setup.candidate.runnable().is_yes() && (setup.edits.is_empty() || knows(self.base, setup, self.load))
+    }
 }
 
 impl MachineBench<'_> {
@@ -82,7 +86,7 @@ impl MachineBench<'_> {
 
     /// Simulates `setup`. `layout` overrides the way in which ranks share the cores.
     fn step(&self, setup: &Setup, layout: Option<HostLayout>) -> Result<Step> {
-        let sets = settings(self.base, setup);
+        let sets = settings(self.base, &Setup { edits: Vec::new(), ..setup.clone() });
         let resolved = resolve_for(&(self.load)(&sets)?, self.inputs.clone())?;
         let Forecast { stages, layout: own } = trainyard_calibrate::forecast(&resolved, &self.profile.machine)?;
         let layout = layout.unwrap_or(own);

@@ -1,7 +1,7 @@
 //! `trainyard advise`: prices every lever for a configuration, on this machine or on a cluster.
 
 mod here;
-mod settings;
+pub(super) mod settings;
 mod tried;
 
 use super::config::resolve_for;
@@ -95,7 +95,9 @@ fn on_cluster(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>, cluster: 
     let base = setup(&resolved)?;
     let request = request(&resolved, &base, cluster)?;
     let facts = plan::facts()?;
-    let bench = ClusterBench { request: &request, facts: &facts, base: &base };
+    let over = |sets: &[String]| load(&[&there[..], sets].concat());
+    let knows = |setup: &Setup| settings::knows(&base, setup, &over);
+    let bench = ClusterBench { request: &request, facts: &facts, base: &base, knows: &knows };
     let advice = advise(&base, &Place::of(&request), &bench).map_err(anyhow::Error::msg)?;
     let sets = |setup: &Setup| [&there[..], &settings(&base, setup)].concat();
     show(args, &advice, &heading(&resolved, &words(&request.cluster))?, &sets)

@@ -3,11 +3,11 @@
 use crate::commands::plan::{here, schedule};
 use anyhow::Result;
 use trainyard_engine::config::{
-    CheckpointMode, Compute, DeviceKind, Fp8Recipe, OptimizerName, PipelineSchedule as ConfigSchedule, ReduceDtype,
-    Resolved,
+    CheckpointMode, Compute, Config, DeviceKind, Fp8Recipe, OptimizerName, PipelineSchedule as ConfigSchedule,
+    ReduceDtype, Resolved,
 };
 use trainyard_engine::shape::{mesh, model_spec, strategy};
-use trainyard_plan::levers::{Optimizer, ReduceFormat, Setup};
+use trainyard_plan::levers::{Code, Edit, Optimizer, ReduceFormat, Setup};
 use trainyard_plan::{Candidate, Checkpointing};
 use trainyard_program::{PipelineSchedule, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::Format;
@@ -77,6 +77,24 @@ pub fn settings(base: &Setup, setup: &Setup) -> Vec<String> {
     let is_unset = |set: &str| DEFAULTS.contains(&set) && before.iter().all(|other| key(other) != key(set));
     let is_new = |set: &String| !before.contains(set) && !is_unset(set);
     all(setup).into_iter().filter(is_new).collect()
+}
+
+/// The settings of an edit; None if the engine has no keys for it. A key that the configuration
+/// refuses marks a lever that cannot be run yet.
+fn of_edit(edit: &Edit) -> Option<Vec<String>> {
+    match edit {
+        Edit::LocalSteps { every } => Some(vec!["update.rule=diloco".to_owned(), format!("update.every={every}")]),
+        Edit::Codec { code: Code::Int8, .. } => {
+            Some(vec!["compression.gradients=int8".to_owned(), "compression.error_feedback=true".to_owned()])
+        }
+        Edit::Codec { code: Code::TopK, .. } => Some(vec!["compression.gradients=top_k".to_owned()]),
+        _ => None,
+    }
+}
+
+/// True if a configuration made by `load` accepts the settings of all edits of `setup`.
+pub fn knows(base: &Setup, setup: &Setup, load: &dyn Fn(&[String]) -> Result<Config>) -> bool {
+    setup.edits.iter().all(|edit| of_edit(edit).is_some()) && load(&settings(base, setup)).is_ok()
 }
 
 /// Settings that only some setups have, with the values that they have if unset.
@@ -152,6 +170,7 @@ fn all(setup: &Setup) -> Vec<String> {
     // Every format that levers choose has settings.
     sets.extend(here::precision(&[setup.candidate.format]).unwrap_or_default());
     sets.extend(setup.optimizer.name().map(|name| format!("optimizer.name={name}")));
+    sets.extend(setup.edits.iter().filter_map(of_edit).flatten());
     sets
 }
 
@@ -159,7 +178,7 @@ fn all(setup: &Setup) -> Vec<String> {
 mod tests {
     use super::*;
     use std::path::Path;
-    use trainyard_engine::config::{Config, Inputs};
+    use trainyard_engine::config::Inputs;
     use trainyard_plan::levers::table::LEVERS;
     use trainyard_plan::levers::{Offers, Place};
 
