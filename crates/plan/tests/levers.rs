@@ -36,8 +36,12 @@ fn sharded(request: &Request) -> Setup {
 
 fn advice(request: &Request, setup: &Setup) -> Advice {
     let facts = facts();
-    advise(setup, &Place::of(request), &ClusterBench { request, facts: &facts, base: setup, knows: &|_| false })
-        .unwrap()
+    advise(
+        setup,
+        &Place::of(request),
+        &ClusterBench { request, facts: &facts, base: setup, knows: &|setup| setup.edits.is_empty() },
+    )
+    .unwrap()
 }
 
 fn speed(advice: &Advice, name: &str) -> f64 {
@@ -117,7 +121,7 @@ fn edits_change_what_they_say() {
     let request = request("1x8xA100-80GB");
     let setup = sharded(&request);
     let facts = facts();
-    let bench = ClusterBench { request: &request, facts: &facts, base: &setup, knows: &|_| false };
+    let bench = ClusterBench { request: &request, facts: &facts, base: &setup, knows: &|setup| setup.edits.is_empty() };
     let now = bench.price(&setup).unwrap();
     let with = |edit| bench.price(&setup.edited(edit).unwrap()).unwrap();
     let adapters = with(Edit::Adapters { share: 0.01 });

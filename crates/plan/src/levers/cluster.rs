@@ -16,7 +16,7 @@ pub struct ClusterBench<'a> {
     pub facts: &'a Facts,
     /// The present setup, whose model is a student's teacher.
     pub base: &'a Setup,
-    /// True for a setup with edits whose settings the engine knows by now.
+    /// True for a setup whose settings the engine knows.
     pub knows: &'a dyn Fn(&Setup) -> bool,
 }
 
@@ -39,7 +39,7 @@ impl Bench for ClusterBench<'_> {
     }
 
     fn runs(&self, setup: &Setup) -> bool {
-        setup.candidate.runnable().is_yes() && (setup.edits.is_empty() || (self.knows)(setup))
+        setup.candidate.runnable().is_yes() && (self.knows)(setup)
     }
 }
 

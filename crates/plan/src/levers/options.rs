@@ -119,11 +119,14 @@ pub fn optimizer(now: &Setup, _: &Place) -> Offers {
     if now.optimizer != Optimizer::AdamW {
         return Offers::InUse("the optimizer is not AdamW");
     }
-    let others = [Optimizer::Lion, Optimizer::Adafactor].map(|optimizer| {
+    // Adafactor looks at whole matrices.
+    let whole = now.candidate.layout().zero_stage == 0;
+    let others = [Optimizer::Lion, Optimizer::Adafactor].into_iter();
+    let others = others.filter(|optimizer| whole || *optimizer != Optimizer::Adafactor).map(|optimizer| {
         let words = format!("{} in place of AdamW", optimizer.name().unwrap_or_default());
         choice(words, Setup { optimizer, ..now.clone() })
     });
-    Offers::Choices(others.into())
+    Offers::Choices(others.collect())
 }
 
 /// The setups of `counts` ranks, with `mesh` made of their number.

@@ -95,7 +95,10 @@ fn on_cluster(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>, cluster: 
     let base = setup(&resolved)?;
     let request = request(&resolved, &base, cluster)?;
     let facts = plan::facts()?;
-    let over = |sets: &[String]| load(&[&there[..], sets].concat());
+    let over = |sets: &[String]| {
+        let config = load(&[&there[..], sets].concat())?;
+        resolve_for(&config, Inputs::of_this_machine()).map(|_| config)
+    };
     let knows = |setup: &Setup| settings::knows(&base, setup, &over);
     let bench = ClusterBench { request: &request, facts: &facts, base: &base, knows: &knows };
     let advice = advise(&base, &Place::of(&request), &bench).map_err(anyhow::Error::msg)?;
