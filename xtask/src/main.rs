@@ -1,5 +1,5 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | choices | equality | exports |
-//! gpu | overlap | pictures | soak | traces | validate | verdicts`.
+//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | equality |
+//! exports | gpu | overlap | pictures | soak | traces | validate | verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -7,6 +7,7 @@
 //! program against its peers and writes what it found. Nothing here is needed to build or to use
 //! Trainyard.
 
+mod advise;
 mod bench;
 mod choices;
 mod equality;
@@ -49,6 +50,9 @@ enum Chore {
     /// Measure how much communication over a slow link hides behind computing: two network
     /// namespaces, MPI over TCP.
     Overlap(overlap::Options),
+    /// Run the first levers that `trainyard advise` names for six configurations, and compare their
+    /// gains with the predicted ones.
+    Advise(advise::Options),
     /// Train every runnable way of small models and compare the fastest with what `--plan auto`
     /// picks.
     Choices(choices::Options),
@@ -84,6 +88,7 @@ fn main() -> ExitCode {
         Chore::Tidy => tidy::run(&root),
         Chore::Bench(options) => bench::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),
+        Chore::Advise(options) => advise::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
         Chore::Equality(options) => equality::run(&root, &options),
         Chore::Exports(options) => exports::run(&root, &options),

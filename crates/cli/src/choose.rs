@@ -95,7 +95,7 @@ pub enum Bound {
 
 /// The memory available to ranks.
 #[derive(Clone, Copy, Default)]
-struct Room {
+pub struct Room {
     asked: Option<u64>,
     gpu: Option<u64>,
     /// Bytes of a host for all of its ranks: for everything on processors, for offloaded state
@@ -106,7 +106,8 @@ struct Room {
 }
 
 impl Room {
-    fn of(base: &Resolved, profile: &MachineProfile) -> Room {
+    /// The memory of the machine of `profile`, and the limit of `base`.
+    pub fn of(base: &Resolved, profile: &MachineProfile) -> Room {
         Room {
             asked: base.config.memory.limit.map(|limit| limit.0),
             gpu: profile.machine.gpu.as_ref().map(|gpu| gpu.memory_bytes),
@@ -121,7 +122,7 @@ impl Room {
     }
 
     /// The most memory that each of `ranks` ranks may hold on its device.
-    fn limit(&self, ranks: usize) -> Option<Limit> {
+    pub fn limit(&self, ranks: usize) -> Option<Limit> {
         let host = if self.gpu.is_some() { None } else { self.share(ranks) };
         let bounds = [(self.asked, Bound::Asked), (self.gpu, Bound::Gpu), (host, Bound::Host)];
         bounds.into_iter().filter_map(|(bytes, of)| Some(Limit { bytes: bytes?, of })).min_by_key(|limit| limit.bytes)

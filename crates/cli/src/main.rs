@@ -15,7 +15,7 @@ mod trial;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise,
+    advise, bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise,
     tokenizer, trace, train,
 };
 use std::ffi::OsString;
@@ -48,6 +48,7 @@ enum Command {
     Trace(trace::Args),
     Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
+    Advise(advise::Args),
     Program(program::Args),
     #[command(subcommand)]
     Bench(bench::Command),
@@ -91,6 +92,7 @@ fn main() -> ExitCode {
         Command::Trace(args) => trace::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Calibrate(args) => calibrate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Advise(args) => advise::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
         Command::Completions(args) => completions::run(&args, Cli::command()).map(|()| ExitCode::SUCCESS),

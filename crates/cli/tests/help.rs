@@ -34,6 +34,7 @@ fn help_texts_are_as_agreed() {
         &["trace"],
         &["calibrate"],
         &["plan"],
+        &["advise"],
         &["program"],
         &["doctor"],
         &["bench", "train"],

@@ -1,15 +1,18 @@
-//! The answer as one HTML page: table, plots, timeline, reasons. It has no scripts and loads
-//! nothing.
+//! The answer as one HTML page: key figures, plans, reasons, the best plan's timeline and memory,
+//! Pareto fronts, scaling, levers. It has no scripts and loads nothing.
 
 use crate::explain::duration;
-use crate::svg::{Mark, Point, Scatter, escaped, scatter};
+use crate::levers::{Advice, bars};
+use crate::svg::{Better, Mark, Point, Scatter, escaped, scatter, short};
 use crate::table::{cells, heading, titles};
-use crate::{Answer, MemorySeries, PricedStep, Request, timeline};
+use crate::{Answer, MemorySeries, Outline, PricedStep, Request, memory_plot, timeline};
 use std::fmt::Write as _;
 use trainyard_base::{format_bytes, format_count};
 
 /// The content of a page.
 pub struct Page<'a> {
+    /// The name of the model.
+    pub model: &'a str,
     /// The request.
     pub request: &'a Request,
     /// The answer.
@@ -18,8 +21,10 @@ pub struct Page<'a> {
     pub step: (&'a PricedStep, usize),
     /// Memory of each program of that step.
     pub memory: &'a [MemorySeries],
-    /// The best plans for other numbers of devices, for the plot of cost against throughput.
+    /// The best plans for several numbers of devices, that of the answer first.
     pub scaling: &'a [Scaling],
+    /// The levers of the first plan, if they were priced.
+    pub levers: Option<&'a Advice>,
 }
 
 /// The best plan for a number of devices.
@@ -31,76 +36,99 @@ pub struct Scaling {
     pub layout: String,
     /// Tokens per second of all devices together.
     pub tokens_per_s: f64,
-    /// US dollars per million tokens, or device seconds per million tokens if devices have no
-    /// price.
-    pub cost: f64,
+    /// Model FLOPs utilisation.
+    pub mfu: f64,
+    /// Every plan that was simulated for this number of devices and fits.
+    pub simulated: Vec<Outline>,
 }
 
-const STYLE: &str = "\
-:root{color-scheme:light dark;--ink:#1d2430;--paper:#fff;--line:#d8dde6;--best:#0b6e4f;--listed:#2f6fdb;--faint:#9aa7ba}
-@media(prefers-color-scheme:dark){:root{--ink:#e4e9f1;--paper:#14181f;--line:#323a48;--best:#3ecf9a;--listed:#7aa7ff;--faint:#5c6a80}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1180px;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-td:nth-child(2),td:nth-child(4),td:last-child,th:nth-child(2),th:nth-child(4),th:last-child{text-align:left}tr.best td{font-weight:600}
-.scroll{overflow-x:auto}svg{max-width:100%;height:auto;font:12px system-ui,sans-serif;fill:var(--ink)}svg .title{font-weight:600;font-size:14px}
-.grid{stroke:var(--line)}.limit{stroke:#c0392b;stroke-dasharray:4 3}text.limit{stroke:none;fill:#c0392b}.frontier{fill:none;stroke:var(--best);stroke-width:1.5}
-.faint{fill:var(--faint);opacity:.6}.listed{fill:var(--listed)}.best{fill:var(--best)}
-rect.forward{fill:#4c8bf5}rect.backward{fill:#2456b3}rect.update{fill:#7a5cc9}rect.gather{fill:#e8a33d}rect.reduce{fill:#d9663a}rect.exchange{fill:#c94f7c}
-rect.pipeline{fill:#2a9d8f}rect.host{fill:#8d99ae}.memory{fill:var(--listed);opacity:.35}.key span{display:inline-block;margin-right:1rem}
-.key i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
-";
+const STYLE: &str = include_str!("page.css");
 
 const KEY: [(&str, &str); 8] = [
-    ("#4c8bf5", "forward"),
-    ("#2456b3", "backward"),
-    ("#7a5cc9", "update"),
-    ("#e8a33d", "gather"),
-    ("#d9663a", "reduce"),
-    ("#c94f7c", "exchanges inside units"),
-    ("#2a9d8f", "pipeline"),
-    ("#8d99ae", "data, host"),
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("update", "update"),
+    ("gather", "gather"),
+    ("reduce", "reduce"),
+    ("exchange", "exchanges inside units"),
+    ("pipeline", "pipeline"),
+    ("host", "data, host"),
 ];
+
+const GIB: f64 = (1u64 << 30) as f64;
+/// Width and height of a plot. It is as wide as a phone, so that its words are readable there.
+const PLOT: (f64, f64) = (440.0, 290.0);
+/// Maximum number of faint points of a plot.
+const POINTS_MAX: usize = 400;
 
 /// Renders the page.
 pub fn page(page: &Page<'_>) -> String {
     let Page { request, answer, .. } = page;
-    let counts = &answer.search;
     let mut html = format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>Trainyard plan</title>\n<style>\n{STYLE}</style></head><body>\n\
-         <h1>Plan</h1>\n<p>{}</p>\n",
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
+         <title>Trainyard plan: {0}</title>\n<style>\n{STYLE}</style></head><body>\n\
+         <h1>{0}</h1>\n<p class=\"soft\">{1}</p>\n",
+        escaped(page.model),
         escaped(heading(request).trim())
     );
+    html += &tiles(answer);
     html += &table(request, answer);
-    let _ = writeln!(
-        html,
-        "<p>{} candidates considered: {} too large, {} cannot be {}, {} simulated.</p>\n<h2>Why</h2>\n<ul>",
-        format_count(counts.considered as f64),
-        format_count(counts.too_large as f64),
-        format_count(counts.too_slow as f64),
-        answer.objective.better(),
-        format_count(counts.simulated as f64)
-    );
-    for reason in &answer.reasons {
-        let _ = writeln!(html, "<li>{}</li>", escaped(reason));
-    }
-    html += "</ul>\n<h2>Throughput against memory</h2>\n";
-    html += &memory_plot(request, answer);
+    html += &reasons(answer);
+    html += &step(page);
+    html += "<div class=\"cards\">\n";
+    html += &card("Throughput against memory", &memory_plot(request, answer), &fronts(answer));
     if page.scaling.len() > 1 {
-        html += "<h2>Throughput against cost</h2>\n";
-        html += &cost_plot(request, page.scaling);
+        html += &card(
+            "Throughput against cost",
+            &cost_plot(page, &|request, one| tokens(request) / one.step_s, "tokens per second", Better::Higher),
+            "Every simulated plan on several numbers of devices; large points are the best of each number.",
+        );
+        html += &card(
+            "Memory against cost",
+            &cost_plot(page, &|_, one| one.bytes as f64 / GIB, "memory of the fullest device, GiB", Better::Lower),
+            "The line is what nothing beats in both.",
+        );
+        html += &card("Scaling", &scaling_plot(page.scaling), &scaling_words(page.scaling));
     }
-    let (step, number) = page.step;
-    let _ = write!(html, "<h2>The step of plan {number}</h2>\n<p class=\"key\">");
-    for (colour, words) in KEY {
-        let _ = write!(html, "<span><i style=\"background:{colour}\"></i>{words}</span>");
+    html += "</div>\n";
+    if let Some(advice) = page.levers {
+        let intro = "<p class=\"soft\">Each lever changes plan 1 and is simulated. Pale bars cannot be run by this program yet.</p>";
+        let _ = write!(html, "<section><h2>What each lever would do</h2>{intro}{}</section>\n", bars::html(advice));
     }
-    html += "</p>\n";
-    html += &timeline::svg(step, page.memory);
     html + "</body></html>\n"
 }
 
+fn card(title: &str, plot: &str, words: &str) -> String {
+    if plot.is_empty() {
+        return String::new();
+    }
+    format!("<section><h2>{title}</h2><figure>{plot}<figcaption>{}</figcaption></figure></section>\n", escaped(words))
+}
+
+fn tokens(request: &Request) -> f64 {
+    request.global_batch as f64 * request.sequence_length as f64
+}
+
+/// The key figures of the best plan.
+fn tiles(answer: &Answer) -> String {
+    let Some(best) = answer.plans.first() else { return String::new() };
+    let mut tiles = vec![
+        (duration(best.step_s), "a step"),
+        (short(best.tokens_per_s), "tokens per second"),
+        (format!("{:.1} %", 100.0 * best.mfu), "model FLOPs utilisation"),
+        (format_bytes(best.memory.total), "memory of the fullest device"),
+    ];
+    match best.usd_per_million_tokens {
+        Some(usd) => tiles.push((format!("${:.2}", 1000.0 * usd), "per billion tokens")),
+        None => tiles.push((format_count(f64::from(best.candidate.mesh.ranks())), "devices")),
+    }
+    let tiles =
+        tiles.iter().map(|(figure, words)| format!("<div><b>{}</b><span>{words}</span></div>", escaped(figure)));
+    format!("<div class=\"tiles\">{}</div>\n", tiles.collect::<String>())
+}
+
 fn table(request: &Request, answer: &Answer) -> String {
-    let mut html = "<div class=\"scroll\"><table>\n<tr><th></th>".to_owned();
+    let mut html = "<section><h2>Plans</h2><div class=\"scroll\"><table>\n<tr><th></th>".to_owned();
     for title in titles(request) {
         let _ = write!(html, "<th>{title}</th>");
     }
@@ -113,15 +141,68 @@ fn table(request: &Request, answer: &Answer) -> String {
         }
         html += "</tr>\n";
     }
-    html + "</table></div>\n"
+    html + "</table></div></section>\n"
+}
+
+fn reasons(answer: &Answer) -> String {
+    let counts = &answer.search;
+    let mut html = "<section><h2>Why</h2><ul>\n".to_owned();
+    for reason in &answer.reasons {
+        let _ = writeln!(html, "<li>{}</li>", escaped(reason));
+    }
+    let _ = writeln!(
+        html,
+        "</ul><p class=\"soft\">{} candidates considered: {} too large, {} cannot be {}, {} simulated.</p></section>",
+        format_count(counts.considered as f64),
+        format_count(counts.too_large as f64),
+        format_count(counts.too_slow as f64),
+        answer.objective.better(),
+        format_count(counts.simulated as f64)
+    );
+    html
+}
+
+/// The timeline of the shown plan, and below it memory on the same axis.
+fn step(page: &Page<'_>) -> String {
+    let (step, number) = page.step;
+    let key = |entries: &[(&str, &str)]| {
+        let spans = entries.iter().map(|(class, words)| format!("<span><i class=\"{class}\"></i>{words}</span>"));
+        format!("<p class=\"key\">{}</p>", spans.collect::<String>())
+    };
+    let mut html = format!("<section><h2>The step of plan {number}</h2>\n{}", key(&KEY));
+    let _ = write!(html, "<div class=\"scroll wide\">{}</div>\n", timeline::svg(step, &[]));
+    let series = timeline::longest(step).and_then(|longest| page.memory.get(longest));
+    if let Some(series) = series {
+        let kinds = memory_plot::kinds(series);
+        let names: Vec<(&str, &str)> = kinds.iter().rev().map(|kind| (kind.name(), kind.name())).collect();
+        let _ = write!(
+            html,
+            "<h2>Its memory over time</h2>{}<div class=\"scroll wide\">{}</div>\n",
+            key(&names),
+            memory_plot::svg(series, step.step_s, page.answer.bytes_max as f64)
+        );
+    }
+    html + "</section>\n"
+}
+
+fn words(outline: &Outline) -> String {
+    format!(
+        "{}, {} x {}: {}, {}",
+        outline.candidate.layout(),
+        outline.candidate.micro_batch,
+        outline.candidate.accumulation,
+        duration(outline.step_s),
+        format_bytes(outline.bytes)
+    )
+}
+
+/// At most [`POINTS_MAX`] of the outlines: the first, and every so many of the others.
+fn some(outlines: &[Outline]) -> impl Iterator<Item = (usize, &Outline)> {
+    outlines.iter().enumerate().step_by(outlines.len().div_ceil(POINTS_MAX).max(1))
 }
 
 fn memory_plot(request: &Request, answer: &Answer) -> String {
-    let tokens = request.global_batch as f64 * request.sequence_length as f64;
-    let points: Vec<Point> = answer
-        .simulated
-        .iter()
-        .enumerate()
+    let points: Vec<Point> = some(&answer.simulated)
         .map(|(index, outline)| {
             let listed = answer.plans.iter().any(|plan| plan.candidate == outline.candidate);
             let mark = match (index, listed) {
@@ -129,45 +210,103 @@ fn memory_plot(request: &Request, answer: &Answer) -> String {
                 (_, true) => Mark::Listed,
                 _ => Mark::Faint,
             };
-            let words = format!(
-                "{}, {} x {}: {}, {}",
-                outline.candidate.layout(),
-                outline.candidate.micro_batch,
-                outline.candidate.accumulation,
-                duration(outline.step_s),
-                format_bytes(outline.bytes)
-            );
-            Point { x: outline.bytes as f64 / GIB, y: tokens / outline.step_s, label: words, mark }
+            // An outline has no interval yet; where it has one, its ends belong into `spread`.
+            let (x, y) = (outline.bytes as f64 / GIB, tokens(request) / outline.step_s);
+            Point { x, y, label: words(outline), mark, spread: None }
         })
         .collect();
     scatter(&Scatter {
-        title: "Every simulated plan that fits; the line is what nothing beats in both",
+        title: "",
         x: "memory of the fullest device, GiB",
         y: "tokens per second",
         points: &points,
         limit: Some((answer.bytes_max as f64 / GIB, "limit")),
+        better: Better::Higher,
+        ideal: None,
+        size: PLOT,
     })
 }
 
-const GIB: f64 = (1u64 << 30) as f64;
+fn fronts(answer: &Answer) -> String {
+    format!(
+        "{} simulated plans that fit; the line is what nothing beats in both. Point at one for its layout.",
+        format_count(answer.simulated.len() as f64)
+    )
+}
 
-fn cost_plot(request: &Request, scaling: &[Scaling]) -> String {
+/// Cost against another figure of every simulated plan, on all numbers of devices.
+fn cost_plot(page: &Page<'_>, figure: &dyn Fn(&Request, &Outline) -> f64, y: &str, better: Better) -> String {
+    let request = page.request;
+    let usd = request.cluster.device.usd_per_hour;
+    let mut points = Vec::new();
+    for (number, scaling) in page.scaling.iter().enumerate() {
+        for (index, outline) in some(&scaling.simulated) {
+            let device_s = 1e6 * f64::from(scaling.devices) * outline.step_s / tokens(request);
+            let mark = match (number, index) {
+                (0, 0) => Mark::Best,
+                (_, 0) => Mark::Listed,
+                _ => Mark::Faint,
+            };
+            points.push(Point {
+                x: if usd > 0.0 { usd / 3600.0 * device_s } else { device_s },
+                y: figure(request, outline),
+                label: format!("{} devices: {}", scaling.devices, words(outline)),
+                mark,
+                spread: None,
+            });
+        }
+    }
+    scatter(&Scatter {
+        title: "",
+        x: if usd > 0.0 { "US dollars per million tokens" } else { "device seconds per million tokens" },
+        y,
+        points: &points,
+        limit: None,
+        better,
+        ideal: None,
+        size: PLOT,
+    })
+}
+
+fn scaling_plot(scaling: &[Scaling]) -> String {
+    // Every device of the largest number makes as many tokens as each of the smallest.
+    let few = scaling.iter().min_by_key(|best| best.devices).map(|best| (f64::from(best.devices), best.tokens_per_s));
+    let most = scaling.iter().map(|best| f64::from(best.devices)).fold(0.0, f64::max);
+    let most = few.map(|(devices, tokens_per_s)| (most, tokens_per_s / devices * most));
     let points: Vec<Point> = scaling
         .iter()
         .enumerate()
         .map(|(index, best)| Point {
-            x: best.cost,
+            x: f64::from(best.devices),
             y: best.tokens_per_s,
-            label: format!("{} devices: {}", best.devices, best.layout),
+            label: format!("{} devices: {}, MFU {:.1} %", best.devices, best.layout, 100.0 * best.mfu),
             mark: if index == 0 { Mark::Best } else { Mark::Listed },
+            spread: None,
         })
         .collect();
-    let priced = request.cluster.device.usd_per_hour > 0.0;
     scatter(&Scatter {
-        title: "The best plan of each number of devices",
-        x: if priced { "US dollars per million tokens" } else { "device seconds per million tokens" },
+        title: "",
+        x: "devices",
         y: "tokens per second",
         points: &points,
         limit: None,
+        better: Better::Higher,
+        ideal: few.zip(most),
+        size: PLOT,
     })
+}
+
+fn scaling_words(scaling: &[Scaling]) -> String {
+    let (Some(most), Some(few)) =
+        (scaling.iter().max_by_key(|scaling| scaling.devices), scaling.iter().min_by_key(|scaling| scaling.devices))
+    else {
+        return String::new();
+    };
+    let of_each = |scaling: &Scaling| scaling.tokens_per_s / f64::from(scaling.devices);
+    format!(
+        "The same batch on fewer devices; the dashed line is in proportion. {} devices each make {:.0} % of the tokens that each of {} makes.",
+        format_count(f64::from(most.devices)),
+        100.0 * of_each(most) / of_each(few),
+        format_count(f64::from(few.devices))
+    )
 }

@@ -18,6 +18,8 @@ mod candidate;
 pub mod canvas;
 pub mod explain;
 pub mod html;
+pub mod levers;
+mod memory_plot;
 mod nearest;
 pub mod picture;
 mod planner;

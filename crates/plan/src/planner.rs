@@ -386,7 +386,7 @@ fn instruction_words(program: &Program, number: usize) -> String {
 }
 
 /// The breakdown of the stage whose compute lane works longest; the other stages wait for it.
-fn breakdown(step: &PricedStep) -> Breakdown {
+pub(crate) fn breakdown(step: &PricedStep) -> Breakdown {
     let compute = trainyard_program::Lane::Compute as usize;
     let longest = (0..step.times.len())
         .max_by(|a, b| step.times[*a].busy_s[compute].total_cmp(&step.times[*b].busy_s[compute]).then(b.cmp(a)))

@@ -206,7 +206,7 @@ impl<'a> Pricer<'a> {
         Pricer { request, known }
     }
 
-    fn known(&self, candidate: &Candidate) -> &Known {
+    pub(crate) fn known(&self, candidate: &Candidate) -> &Known {
         &self.known[&Class::of(candidate)]
     }
 

@@ -14,6 +14,8 @@ pub struct Point {
     pub label: String,
     /// Appearance.
     pub mark: Mark,
+    /// The ends of an interval of the ordinate, if one is known.
+    pub spread: Option<(f64, f64)>,
 }
 
 /// The appearance of a point.
@@ -27,10 +29,19 @@ pub enum Mark {
     Best,
 }
 
-/// A scatter plot. More is better on the y axis, less on the x axis.
+/// The better end of an axis.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Better {
+    /// More is better.
+    Higher,
+    /// Less is better.
+    Lower,
+}
+
+/// A scatter plot. Less is better on the x axis.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Scatter<'a> {
-    /// Heading.
+    /// Heading; empty: none.
     pub title: &'a str,
     /// Label of the x axis, with its unit.
     pub x: &'a str,
@@ -40,10 +51,14 @@ pub struct Scatter<'a> {
     pub points: &'a [Point],
     /// A vertical line for a limit, with its label.
     pub limit: Option<(f64, &'a str)>,
+    /// The better end of the y axis.
+    pub better: Better,
+    /// A dashed line between two points, for what would be ideal.
+    pub ideal: Option<((f64, f64), (f64, f64))>,
+    /// Width and height.
+    pub size: (f64, f64),
 }
 
-const WIDTH: f64 = 760.0;
-const HEIGHT: f64 = 360.0;
 const LEFT: f64 = 78.0;
 const RIGHT: f64 = 20.0;
 const TOP: f64 = 34.0;
@@ -76,14 +91,15 @@ pub fn short(value: f64) -> String {
 }
 
 /// Indices of the points that no other point beats in both axes, sorted by x.
-pub fn frontier(points: &[Point]) -> Vec<usize> {
+pub fn frontier(points: &[Point], better: Better) -> Vec<usize> {
+    let height = |index: usize| if better == Better::Higher { points[index].y } else { -points[index].y };
     let mut order: Vec<usize> = (0..points.len()).collect();
-    order.sort_by(|a, b| points[*a].x.total_cmp(&points[*b].x).then(points[*b].y.total_cmp(&points[*a].y)));
+    order.sort_by(|a, b| points[*a].x.total_cmp(&points[*b].x).then(height(*b).total_cmp(&height(*a))));
     let mut best = f64::NEG_INFINITY;
     order.retain(|index| {
-        let better = points[*index].y > best;
-        best = best.max(points[*index].y);
-        better
+        let is_better = height(*index) > best;
+        best = best.max(height(*index));
+        is_better
     });
     order
 }
@@ -93,37 +109,40 @@ pub fn scatter(plot: &Scatter<'_>) -> String {
     if plot.points.is_empty() {
         return String::new();
     }
+    let (width, height) = plot.size;
+    let top = if plot.title.is_empty() { 12.0 } else { TOP };
     let range = |value: fn(&Point) -> f64, also: Option<f64>| {
         let values = || plot.points.iter().map(value).chain(also);
         ticks(values().fold(f64::INFINITY, f64::min).min(0.0), values().fold(f64::NEG_INFINITY, f64::max))
     };
     let xs = range(|p| p.x, plot.limit.map(|(x, _)| x));
-    let ys = range(|p| p.y, None);
+    let ys = range(|p| p.y, plot.ideal.map(|(_, (_, y))| y));
     let at = |value: f64, ticks: &[f64]| (value - ticks[0]) / (ticks[ticks.len() - 1] - ticks[0]);
-    let px = |x: f64| LEFT + at(x, &xs) * (WIDTH - LEFT - RIGHT);
-    let py = |y: f64| HEIGHT - BOTTOM - at(y, &ys) * (HEIGHT - TOP - BOTTOM);
-    let mut svg = format!(
-        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{0}\">\n<text class=\"title\" x=\"{LEFT}\" y=\"18\">{0}</text>\n",
-        escaped(plot.title)
-    );
+    let px = |x: f64| LEFT + at(x, &xs) * (width - LEFT - RIGHT);
+    let py = |y: f64| height - BOTTOM - at(y, &ys) * (height - top - BOTTOM);
+    let words = if plot.title.is_empty() { format!("{} by {}", plot.y, plot.x) } else { plot.title.to_owned() };
+    let mut svg = format!("<svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">\n", escaped(&words));
+    if !plot.title.is_empty() {
+        let _ = writeln!(svg, "<text class=\"title\" x=\"{LEFT}\" y=\"18\">{}</text>", escaped(plot.title));
+    }
     for &x in &xs {
-        let (p, bottom) = (px(x), HEIGHT - BOTTOM);
-        let _ = writeln!(svg, "<line class=\"grid\" x1=\"{p:.1}\" y1=\"{TOP}\" x2=\"{p:.1}\" y2=\"{bottom}\"/>");
+        let (p, bottom) = (px(x), height - BOTTOM);
+        let _ = writeln!(svg, "<line class=\"grid\" x1=\"{p:.1}\" y1=\"{top}\" x2=\"{p:.1}\" y2=\"{bottom}\"/>");
         let _ =
             writeln!(svg, "<text text-anchor=\"middle\" x=\"{p:.1}\" y=\"{:.1}\">{}</text>", bottom + 16.0, short(x));
     }
     for &y in &ys {
-        let (p, right) = (py(y), WIDTH - RIGHT);
+        let (p, right) = (py(y), width - RIGHT);
         let _ = writeln!(svg, "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{p:.1}\" x2=\"{right}\" y2=\"{p:.1}\"/>");
         let _ =
             writeln!(svg, "<text text-anchor=\"end\" x=\"{:.1}\" y=\"{:.1}\">{}</text>", LEFT - 6.0, p + 4.0, short(y));
     }
-    let middle = (TOP + HEIGHT - BOTTOM) / 2.0;
+    let middle = (top + height - BOTTOM) / 2.0;
     let _ = writeln!(
         svg,
         "<text text-anchor=\"middle\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
-        (LEFT + WIDTH - RIGHT) / 2.0,
-        HEIGHT - 10.0,
+        (LEFT + width - RIGHT) / 2.0,
+        height - 10.0,
         escaped(plot.x)
     );
     let _ = writeln!(
@@ -135,19 +154,40 @@ pub fn scatter(plot: &Scatter<'_>) -> String {
         let p = px(x);
         let _ = writeln!(
             svg,
-            "<line class=\"limit\" x1=\"{p:.1}\" y1=\"{TOP}\" x2=\"{p:.1}\" y2=\"{:.1}\"/>\n\
+            "<line class=\"limit\" x1=\"{p:.1}\" y1=\"{top}\" x2=\"{p:.1}\" y2=\"{:.1}\"/>\n\
              <text class=\"limit\" text-anchor=\"end\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
-            HEIGHT - BOTTOM,
+            height - BOTTOM,
             p - 4.0,
-            TOP + 12.0,
+            top + 12.0,
             escaped(words)
         );
     }
-    let line: Vec<String> = frontier(plot.points)
+    if let Some(((x1, y1), (x2, y2))) = plot.ideal {
+        let _ = writeln!(
+            svg,
+            "<line class=\"ideal\" x1=\"{:.1}\" y1=\"{:.1}\" x2=\"{:.1}\" y2=\"{:.1}\"/>",
+            px(x1),
+            py(y1),
+            px(x2),
+            py(y2)
+        );
+    }
+    let line: Vec<String> = frontier(plot.points, plot.better)
         .into_iter()
         .map(|index| format!("{:.1},{:.1}", px(plot.points[index].x), py(plot.points[index].y)))
         .collect();
     let _ = writeln!(svg, "<polyline class=\"frontier\" points=\"{}\"/>", line.join(" "));
+    for point in plot.points {
+        if let Some((low, high)) = point.spread {
+            let x = px(point.x);
+            let _ = writeln!(
+                svg,
+                "<line class=\"spread\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{:.1}\" y2=\"{:.1}\"/>",
+                py(low),
+                py(high)
+            );
+        }
+    }
     for mark in [Mark::Faint, Mark::Listed, Mark::Best] {
         for point in plot.points.iter().filter(|point| point.mark == mark) {
             let (class, radius) = match mark {
@@ -184,17 +224,28 @@ mod tests {
 
     #[test]
     fn the_frontier_is_what_nothing_beats() {
-        let point = |x, y| Point { x, y, label: String::new(), mark: Mark::Faint };
+        let point = |x, y| Point { x, y, label: String::new(), mark: Mark::Faint, spread: None };
         let points = [point(2.0, 5.0), point(1.0, 1.0), point(3.0, 4.0), point(4.0, 6.0), point(2.0, 3.0)];
-        assert_eq!(frontier(&points), [1, 0, 3]);
+        assert_eq!(frontier(&points, Better::Higher), [1, 0, 3]);
+        assert_eq!(frontier(&points, Better::Lower), [1]);
     }
 
     #[test]
     fn a_scatter_is_well_formed_and_escapes_its_words() {
-        let points = [Point { x: 1.0, y: 2.0, label: "a < b".into(), mark: Mark::Best }];
-        let svg = scatter(&Scatter { title: "t", x: "x", y: "y", points: &points, limit: Some((3.0, "limit")) });
+        let points = [Point { x: 1.0, y: 2.0, label: "a < b".into(), mark: Mark::Best, spread: Some((1.0, 3.0)) }];
+        let empty = Scatter {
+            title: "t",
+            x: "x",
+            y: "y",
+            points: &[],
+            limit: None,
+            better: Better::Higher,
+            ideal: Some(((0.0, 0.0), (1.0, 2.0))),
+            size: (400.0, 300.0),
+        };
+        let svg = scatter(&Scatter { points: &points, limit: Some((3.0, "limit")), ..empty });
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n") && svg.contains("a &lt; b"));
         assert_eq!(svg.matches("<circle").count(), 1);
-        assert_eq!(scatter(&Scatter { title: "t", x: "x", y: "y", points: &[], limit: None }), "");
+        assert_eq!(scatter(&empty), "");
     }
 }

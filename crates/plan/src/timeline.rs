@@ -50,23 +50,27 @@ fn words(program: &Program, action: &Action) -> String {
     format!("{}{}{micro_batch}", action.name(), unit.map_or(String::new(), |unit| format!(" {unit}")))
 }
 
-const WIDTH: f64 = 1100.0;
-const LEFT: f64 = 110.0;
+/// Width of the picture.
+pub(crate) const WIDTH: f64 = 1100.0;
+/// The place where its time begins.
+pub(crate) const LEFT: f64 = 110.0;
 const ROW: f64 = 18.0;
 const TOP: f64 = 8.0;
 const MEMORY: f64 = 90.0;
 /// Maximum number of stages that are drawn.
 const STAGES_MAX: usize = 16;
 
-/// The lanes of the rank that works longest, below them the compute lanes of other stages, and the
-/// rank's memory.
-pub fn svg(step: &PricedStep, memory: &[MemorySeries]) -> String {
+/// Index of the program whose compute lane works longest.
+pub(crate) fn longest(step: &PricedStep) -> Option<usize> {
     let compute = Lane::Compute as usize;
-    let Some(longest) = (0..step.times.len())
+    (0..step.times.len())
         .max_by(|a, b| step.times[*a].busy_s[compute].total_cmp(&step.times[*b].busy_s[compute]).then(b.cmp(a)))
-    else {
-        return String::new();
-    };
+}
+
+/// The lanes of the rank that works longest, below them the compute lanes of other stages, and the
+/// rank's memory, if `memory` has it.
+pub fn svg(step: &PricedStep, memory: &[MemorySeries]) -> String {
+    let Some(longest) = longest(step) else { return String::new() };
     let mut rows: Vec<(String, usize, Lane)> =
         step.programs[longest].lanes().map(|lane| (lane.name().to_owned(), longest, lane)).collect();
     if step.programs.len() > 1 {
@@ -75,7 +79,7 @@ pub fn svg(step: &PricedStep, memory: &[MemorySeries]) -> String {
         rows.extend(stages.map(|stage| (format!("stage {stage}"), stage, Lane::Compute)));
     }
     let bottom = TOP + ROW * rows.len() as f64;
-    let height = bottom + 20.0 + MEMORY + 24.0;
+    let height = if memory.is_empty() { bottom + 24.0 } else { bottom + 20.0 + MEMORY + 24.0 };
     let px = |seconds: f64| LEFT + seconds / step.step_s * (WIDTH - LEFT - 10.0);
     let mut svg =
         format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"timeline of the predicted step\">\n");

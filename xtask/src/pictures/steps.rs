@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use trainyard_plan::canvas::Canvas;
-use trainyard_plan::svg::{Mark, Point, Scatter, scatter};
+use trainyard_plan::svg::{Better, Mark, Point, Scatter, scatter};
 use trainyard_plan::{Budget, Candidate, Facts, Fixed, Limits, Objective, Request, plan, step, timeline};
 use trainyard_program::{Mesh, Offload, Tier};
 use trainyard_sim::{Cluster, Constants, Format, Profiles, Stack, model};
@@ -45,6 +45,7 @@ pub fn plans() -> Result<String> {
             y: tokens / outline.step_s,
             label: outline.candidate.layout().to_string(),
             mark: if index == 0 { Mark::Best } else { Mark::Faint },
+            spread: None,
         })
         .collect();
     let plot = scatter(&Scatter {
@@ -53,6 +54,9 @@ pub fn plans() -> Result<String> {
         y: "tokens per second",
         points: &points,
         limit: Some((answer.bytes_max as f64 / GIB, "limit")),
+        better: Better::Higher,
+        ideal: None,
+        size: (760.0, 360.0),
     });
     let mut canvas = Canvas::new(760.0, 370.0, "");
     canvas.embed(5.0, 360.0, &plot);

@@ -1,5 +1,6 @@
 //! The commands of the program, one file each: arguments and execution.
 
+pub mod advise;
 pub mod bench;
 pub mod bench_gpu;
 pub mod bubbles;

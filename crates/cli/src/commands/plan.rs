@@ -2,11 +2,12 @@
 //! speed, and explains which is best.
 
 mod from;
-mod here;
+pub(super) mod here;
 mod measured;
 mod mixtures;
 mod stacks;
 
+use super::advise::settings as advise_settings;
 use super::config::resolve;
 use crate::output::{note, print, read};
 use crate::{forecast, trial};
@@ -19,6 +20,7 @@ use trainyard_engine::shape::model_spec;
 use trainyard_engine::trained::Runtime;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
+use trainyard_plan::levers::{ClusterBench, Place, Setup, advise};
 use trainyard_plan::settings::{Dialect, Settings};
 use trainyard_plan::{
     Answer, Budget, Candidate, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step,
@@ -179,7 +181,7 @@ pub fn run(args: &Args) -> Result<()> {
             Some(option) => is_a_cluster(args, path, option)?,
         }
     }
-    let profiles = profiles(args)?;
+    let profiles = read_profiles(args.profiles.as_deref())?;
     let changes: Vec<Change> = args.what_if.iter().map(|text| Change::parse(text)).collect::<Result<_, _>>()?;
     if let Some(path) = &args.from {
         return from::run(args, path, &profiles);
@@ -349,7 +351,7 @@ fn settings(request: &Request, plan: &Plan) -> Result<Vec<String>> {
 }
 
 /// The settings of a pipeline's schedule.
-fn schedule(schedule: PipelineSchedule) -> Vec<String> {
+pub(super) fn schedule(schedule: PipelineSchedule) -> Vec<String> {
     let (name, chunks) = match schedule {
         PipelineSchedule::GPipe => ("gpipe", None),
         PipelineSchedule::OneForwardOneBackward => ("1f1b", None),
@@ -409,9 +411,10 @@ fn known_models() -> String {
     text
 }
 
-fn profiles(args: &Args) -> Result<Profiles> {
+/// The built-in devices and networks, and those of a file before them.
+pub(super) fn read_profiles(file: Option<&Path>) -> Result<Profiles> {
     let builtin = Profiles::builtin();
-    let Some(path) = &args.profiles else { return Ok(builtin) };
+    let Some(path) = file else { return Ok(builtin) };
     let text = read(path)?;
     let own = Profiles::parse(&text).with_context(|| path.display().to_string())?;
     Ok(own.before(builtin))
@@ -685,7 +688,21 @@ fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, s
     }
     if let Some(path) = &args.html {
         let scaling = scaling(request, facts, answer);
-        let parts = Page { request, answer, step: (&step, number), memory: &memory, scaling: &scaling };
+        let base = Setup::of(request, &answer.plans[0].candidate);
+        let load = |sets: &[String]| Ok(Config::parse(Path::new("plan"), "", sets)?);
+        let knows = |setup: &Setup| advise_settings::knows(&base, setup, &load);
+        let bench = ClusterBench { request, facts, base: &base, knows: &knows };
+        let levers = advise(&base, &Place::of(request), &bench).map_err(anyhow::Error::msg)?;
+        let model = args.model.clone().or_else(|| Some(args.config.as_ref()?.display().to_string()));
+        let parts = Page {
+            model: &model.unwrap_or_default(),
+            request,
+            answer,
+            step: (&step, number),
+            memory: &memory,
+            scaling: &scaling,
+            levers: Some(&levers),
+        };
         write(path, page(&parts))?;
     }
     Ok(())
@@ -693,13 +710,18 @@ fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, s
 
 /// The best plans on a half, a quarter and an eighth of the devices, for the plot of cost.
 fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
-    let entry = |plan: &Plan| Scaling {
-        devices: plan.candidate.mesh.ranks(),
-        layout: plan.layout.clone(),
-        tokens_per_s: plan.tokens_per_s,
-        cost: plan.usd_per_million_tokens.unwrap_or(1e6 * f64::from(plan.candidate.mesh.ranks()) / plan.tokens_per_s),
+    let entry = |answer: &Answer| {
+        let best = &answer.plans[0];
+        let devices = best.candidate.mesh.ranks();
+        Scaling {
+            devices,
+            layout: best.layout.clone(),
+            tokens_per_s: best.tokens_per_s,
+            mfu: best.mfu,
+            simulated: answer.simulated.iter().filter(|one| one.candidate.mesh.ranks() == devices).cloned().collect(),
+        }
     };
-    let mut all = vec![entry(&answer.plans[0])];
+    let mut all = vec![entry(answer)];
     let devices = answer.plans[0].candidate.mesh.ranks();
     for divisor in [2, 4, 8, 16] {
         if !devices.is_multiple_of(divisor) {
@@ -707,7 +729,8 @@ fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
         }
         let limits = Limits { devices: Some(devices / divisor), ..request.limits.clone() };
         let smaller = Request { limits, objective: Objective::Speed, shown: 1, ..request.clone() };
-        all.extend(plan(&smaller, facts).ok().map(|answer| entry(&answer.plans[0])));
+        // What does not fit on fewer devices has no place in the plot.
+        all.extend(plan(&smaller, facts).ok().map(|answer| entry(&answer)));
     }
     all
 }

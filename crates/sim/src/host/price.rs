@@ -78,7 +78,12 @@ impl<'p> HostPrices<'p> {
         }
         match self.curve(call) {
             Some((curve, scale)) => scale * curve.seconds(&dims(call), flops, bytes, &self.speeds),
-            None => bytes / self.speeds.copy_bytes_per_s,
+            // At the roof: the peak of its arithmetic, or of copies.
+            None => {
+                let peak =
+                    if call.work.dtype.name() == "bf16" { self.speeds.bf16_flops } else { self.speeds.f32_flops };
+                (bytes / self.speeds.copy_bytes_per_s).max(flops / peak)
+            }
         }
     }
 

@@ -43,7 +43,7 @@ pub fn profile(args: &Args, path: &Path) -> Result<Option<MachineProfile>> {
 
 /// Reads a profile that `trainyard calibrate` wrote: of any GPU, of any processes, or of this
 /// machine's cores.
-fn measured(file: &Path, kind: ProfileKind) -> Result<MachineProfile> {
+pub fn measured(file: &Path, kind: ProfileKind) -> Result<MachineProfile> {
     let profile = MachineProfile::read(file)?;
     if kind == ProfileKind::Cpu && profile.machine.processes.is_none() {
         return Ok(MachineProfile::load(file, &Machine::here())?);
