@@ -17,6 +17,7 @@ mod cluster;
 pub mod collective;
 mod constants;
 mod costs;
+mod encoding;
 mod equal;
 pub mod host;
 pub mod kernel;

@@ -23,7 +23,7 @@ const ARROWS: [(&str, &[&str]); 18] = [
     ("autograd", &["base", "tensor"]),
     ("model", &["base", "tensor", "autograd", "program"]),
     ("program", &[]),
-    ("comm", &["base", "cuda", "tensor"]),
+    ("comm", &["base", "cuda", "tensor", "program"]),
     ("data", &["base", "tensor"]),
     ("engine", &["base", "tensor", "autograd", "model", "program", "comm", "data"]),
     ("sim", &["base", "tensor", "autograd", "model", "program"]),
