@@ -587,8 +587,7 @@ impl<'a> Lowering<'a> {
             if due && self.sizes.mesh.degree(axis) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
                 let message = self.sizes.full(unit, self.strategy.bytes.reduce);
-                let mut reduce =
-                    Instruction::new(Action::Reduce { unit, accumulate, axis }).moving(message);
+                let mut reduce = Instruction::new(Action::Reduce { unit, accumulate, axis }).moving(message);
                 reduce = reduce.encoded(self.strategy.gradients);
                 let mut needs = vec![complete];
                 if self.sizes.placement.fresh_gradients == Fresh::Transient {

@@ -212,6 +212,8 @@ pub struct Strategy {
     pub gradients: Option<Encoding>,
     /// The form of parameter changes on their way between replicas in an outer step; None: f32.
     pub outer: Option<Encoding>,
+    /// True if outer steps have momentum.
+    pub outer_momentum: bool,
 }
 
 impl Strategy {
@@ -236,6 +238,7 @@ impl Strategy {
             kind: StepKind::Synchronous,
             gradients: None,
             outer: None,
+            outer_momentum: true,
         }
     }
 }
@@ -356,11 +359,15 @@ pub enum StrategyError {
     #[error("elastic bits sum a rank's micro-batches first: reduce gradients once per step")]
     ElasticPerMicroBatch,
     /// Replicas train apart, but state lies in a tier, which the outer step does not reach.
-    #[error("replicas that train apart keep parameters, optimizer state and gradients on the device: leave out their offload")]
+    #[error(
+        "replicas that train apart keep parameters, optimizer state and gradients on the device: leave out their offload"
+    )]
     LocalOffload,
     /// Elastic bits do not depend on the number of ranks, but encoding gradients and training apart
     /// do.
-    #[error("elastic bits need gradients that are summed exactly and in every step: leave out compression and local steps")]
+    #[error(
+        "elastic bits need gradients that are summed exactly and in every step: leave out compression and local steps"
+    )]
     ElasticApart,
     /// Experts are spread inside a shard group, and their degree does not divide it.
     #[error(

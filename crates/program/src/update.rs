@@ -169,7 +169,8 @@ impl Lowering<'_> {
         ];
         let masters = |unit| self.sizes.held(unit, self.sizes.placement.masters, 4);
         // The parameters of the last outer step and their momentum.
-        let apart = if self.strategy.kind.is_synchronous() { 0 } else { 2 * sum(&masters) };
+        let copies = 1 + i64::from(self.strategy.outer_momentum);
+        let apart = if self.strategy.kind.is_synchronous() { 0 } else { copies * sum(&masters) };
         let kept = [(MemoryKind::Optimizer, None, apart), (MemoryKind::Communication, None, self.residuals())];
         let effects = effects.into_iter().chain(kept);
         let here = effects.filter(|(_, tier, bytes)| tier.is_none() && *bytes != 0);

@@ -1,10 +1,10 @@
 //! The cost of instructions: seconds on the device, seconds of the host, and bytes held while they
 //! run.
 
-use crate::encoding::encoding_bytes;
 use crate::cluster::Cluster;
 use crate::collective::{Operation, collective_s, message_s};
 use crate::constants::Constants;
+use crate::encoding::encoding_bytes;
 use crate::kernel::{Engine, Kernel};
 use crate::profile::Format;
 use crate::segments::SegmentShare;

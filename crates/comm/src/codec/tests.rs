@@ -1,13 +1,7 @@
 use super::*;
 
-const CODECS: [Codec; 6] = [
-    Codec::Bf16,
-    Codec::Int8,
-    Codec::Int4,
-    Codec::OneBit,
-    Codec::TopK { kept: 41 },
-    Codec::TopK { kept: 4096 },
-];
+const CODECS: [Codec; 6] =
+    [Codec::Bf16, Codec::Int8, Codec::Int4, Codec::OneBit, Codec::TopK { kept: 41 }, Codec::TopK { kept: 4096 }];
 
 /// Values of many magnitudes, with zeros and equal ones among them.
 fn values(elements: usize, seed: u32) -> Vec<f32> {
@@ -163,8 +157,7 @@ fn sums_of_messages_follow_the_tree() {
     for codec in CODECS {
         for ranks in 1..=7 {
             let inputs: Vec<_> = (0..ranks).map(|rank| values(2 * 4096, rank)).collect();
-            let messages: Vec<_> =
-                inputs.iter().map(|input| encoded(codec, input, None, Rounding::Nearest)).collect();
+            let messages: Vec<_> = inputs.iter().map(|input| encoded(codec, input, None, Rounding::Nearest)).collect();
             let parts: Vec<_> = messages.iter().map(|message| decoded(codec, message, 2 * 4096)).collect();
             let mut sum = vec![0.0; 2 * 4096];
             decode_sum(codec, &messages.iter().map(Vec::as_slice).collect::<Vec<_>>(), &mut sum);

@@ -169,7 +169,8 @@ impl<'p> StepCheck<'p> {
             Action::Snapshot => {
                 must(self.program.snapshot, || "this program takes none".to_owned())?;
                 let outer = self.program.kind == StepKind::Outer;
-                let done = |unit: &u32| self.units[*unit as usize].updated && self.units[*unit as usize].averaged == outer;
+                let done =
+                    |unit: &u32| self.units[*unit as usize].updated && self.units[*unit as usize].averaged == outer;
                 must(self.trains.iter().all(done), || "some unit is not updated".to_owned())?;
                 must(!std::mem::replace(&mut self.snapshot, true), || "again".to_owned())
             }

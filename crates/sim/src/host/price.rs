@@ -123,12 +123,7 @@ impl<'p> HostPrices<'p> {
                 overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction.action)
             }
             Action::Reduce { .. } | Action::Outer { .. } => {
-                // The masters, the parameters of the last outer step and their momentum are read
-                // and written.
-                let outer = matches!(instruction.action, Action::Outer { .. });
-                let state = if outer { 6.0 * instruction.bytes as f64 } else { 0.0 };
-                let bytes = state + encoding_bytes(program, instruction);
-                overheads.instruction_s + bytes / self.speeds.copy_bytes_per_s
+                overheads.instruction_s + encoding_bytes(program, instruction) / self.speeds.copy_bytes_per_s
             }
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
             _ => overheads.instruction_s,
