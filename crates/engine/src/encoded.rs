@@ -106,8 +106,8 @@ pub(crate) struct Residual {
 #[derive(Clone, Copy)]
 pub(crate) struct Moment {
     pub step: u64,
-    /// Number of the instruction.
-    pub number: u32,
+    /// Number of earlier sums of the unit in this step.
+    pub turn: u32,
 }
 
 impl EncodedSums {
@@ -293,7 +293,7 @@ impl EncodedSums {
 
     /// The key of random rounding: a function of the run's seed and of what is rounded when.
     fn key(&self, unit: usize, of: ResidualOf, rank: usize, at: Moment) -> [u32; 2] {
-        let site = [unit as u32, of as u32 | at.number << 2, rank as u32, at.step as u32];
+        let site = [unit as u32, of as u32 | at.turn << 2, rank as u32, at.step as u32];
         let [a, b, ..] = philox4x32(site, [self.seed as u32, (self.seed >> 32) as u32 ^ (at.step >> 32) as u32]);
         [a, b]
     }

@@ -303,6 +303,8 @@ pub struct Reduction {
     pub accumulate: bool,
     /// The type in which it travels, unless it is encoded.
     pub dtype: DType,
+    /// Number of the instruction.
+    pub number: u32,
     pub(crate) at: Moment,
 }
 

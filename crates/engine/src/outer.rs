@@ -34,7 +34,10 @@ pub(crate) struct OuterStep {
     pub(crate) encoded: Option<EncodedSums>,
     /// True if masters may differ from the parameters of the last outer step.
     pub(crate) is_in_round: bool,
-    /// Sums of squares of this replica's change and of the mean change, over the units so far.
+    /// Memory for the change of one unit, to compare it with the mean.
+    own: Tensor,
+    /// Sums of squares over the units so far: of the distance between this replica's change and the
+    /// mean change, and of the mean change.
     squares: [f64; 2],
 }
 
@@ -65,8 +68,10 @@ impl OuterStep {
             let momentum = (settings.momentum != 0.0).then(zeros).transpose()?;
             Ok(Some(OuterUnit { parameters: zeros()?, momentum, range }))
         };
-        let units = (0..model.units().len()).map(unit).collect::<Result<_>>()?;
-        Ok(OuterStep { settings, units, encoded, is_in_round: false, squares: [0.0; 2] })
+        let units = (0..model.units().len()).map(unit).collect::<Result<Vec<_>>>()?;
+        let largest = units.iter().flatten().map(|unit| unit.range.len()).max().unwrap_or(0);
+        let own = device.empty([largest], DType::F32, Purpose::Comm)?;
+        Ok(OuterStep { settings, units, encoded, is_in_round: false, own, squares: [0.0; 2] })
     }
 
     /// Takes the masters as the parameters of an outer step.
@@ -97,13 +102,18 @@ impl OuterStep {
         let operands =
             OptimizerOperands { master: &mut change, gradient: &unit.parameters, gradient_scale: 1.0, copy: None };
         sgd(plain, operands, None)?;
-        self.squares[0] += sum_of_squares(&change)?;
+        let mut own = self.own.view(0, [change.elements()])?;
+        own.copy_from(&change)?;
         match self.encoded.as_ref().filter(|_| replicas.size() > 1) {
             Some(encoded) => encoded.all_reduce(number, &mut change, replicas, at)?,
             None => replicas.all_reduce(&mut change, &links.staging)?,
         }
         let share = 1.0 / replicas.size() as f64;
         self.squares[1] += share * share * sum_of_squares(&change)?;
+        let operands =
+            OptimizerOperands { master: &mut own, gradient: &change, gradient_scale: share as f32, copy: None };
+        sgd(plain, operands, None)?;
+        self.squares[0] += sum_of_squares(&own)?;
         let OuterSettings { learning_rate, momentum } = self.settings;
         let rule = Sgd { lr: learning_rate as f32, momentum: momentum as f32, nesterov: momentum != 0.0, ..plain };
         let operands = OptimizerOperands {
@@ -129,8 +139,8 @@ impl OuterStep {
         // Shards hold different elements; replicas have the same mean.
         let of_replica = sum(links.shard.all_gather_numbers(&squares)?);
         let of_all = sum(links.replicate.all_gather_numbers(&of_replica)?);
-        let [each, mean] = of_all.map(|squares| squares / links.replicate.size() as f64);
-        Ok(if mean > 0.0 { ((each - mean).max(0.0) / mean).sqrt() } else { 0.0 })
+        let [distance, mean] = of_all;
+        Ok(if mean > 0.0 { (distance / mean).sqrt() } else { 0.0 })
     }
 
     /// Elements `range` of a unit's flat buffer of the parameters of the last outer step.

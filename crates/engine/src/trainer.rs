@@ -137,12 +137,12 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
         run.evaluate()?;
     }
     let ending = loop {
-        let next = match run.agree()? {
+        let (kind, snapshot) = match run.agree()? {
             Next::Step { kind, snapshot } => (kind, snapshot),
             Next::End(ending) => break ending,
         };
-        let outcome = run.step(next.0, next.1)?;
-        run.record(&outcome, next.0, next.1)?;
+        let outcome = run.step(kind, snapshot)?;
+        run.record(&outcome, kind, snapshot)?;
         run.guard_against_divergence(&outcome)?;
         if run.evaluation_due() {
             run.evaluate()?;
@@ -505,7 +505,8 @@ impl<'s> Run<'s> {
         if let Some(trace) = &mut self.trace {
             trace.step(step, program, &outcome.spans)?;
         }
-        if session.is_first() {
+        // Others learn of a new length of the schedule when the ranks agree next.
+        if session.is_first() && step >= self.round_end {
             self.clock.calibrate(&mut session.state);
         }
         let left = self.clock.left.update(step, step_s, self.clock.elapsed());

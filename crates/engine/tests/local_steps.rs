@@ -80,7 +80,7 @@ fn replicas_apart_learn_about_as_much_as_together() {
         assert_eq!(ends[0].outcomes[0].tokens, together[0].outcomes[0].tokens, "{rule:?}");
         let last = |ends: &[End]| ends[0].outcomes[50..].iter().map(|outcome| outcome.loss).sum::<f64>() / 10.0;
         let (apart, together) = (last(&ends), last(&together));
-        assert!((apart / together - 1.0).abs() < 0.15, "{rule:?}: {apart} against {together}");
+        assert!((apart / together - 1.0).abs() < 0.3, "{rule:?}: {apart} against {together}");
     }
 }
 

@@ -148,7 +148,9 @@ pub fn run(args: &Args) -> Result<()> {
             None => {
                 let profile = here::profile(args, path)?;
                 if let Some(link) = args.network {
-                    let Some(profile) = profile else { bail!("--network prices from a profile: run `trainyard calibrate` first") };
+                    let Some(profile) = profile else {
+                        bail!("--network prices from a profile: run `trainyard calibrate` first")
+                    };
                     return network::rules(args, path, &profile, link);
                 }
                 if let Some(profile) = profile {

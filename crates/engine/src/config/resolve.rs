@@ -6,7 +6,6 @@ use super::mistaken::{hub_dataset, hub_model};
 use super::sections::*;
 use super::value::ConfigValue;
 use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
-use crate::rank::Compression;
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -210,7 +209,7 @@ pub struct Resolved {
     /// The rule of replicas that train apart; None for synchronous steps.
     pub apart: Option<Apart>,
     /// The form of messages between ranks.
-    pub compression: Compression,
+    pub compression: crate::rank::Compression,
     /// Kernel threads of one rank.
     pub threads: usize,
     /// The rung of the kernel ladder.
@@ -270,8 +269,7 @@ impl Config {
         let batch = r.batch(parallel.data_degree());
         r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);
-        let apart = r.update(&parallel);
-        let compression = r.compression(&parallel, apart, batch);
+        let (apart, compression) = r.exchanges(&parallel, batch);
         r.divisions(&parallel, batch, sequence_length, &model);
         let limits = r.limits(inputs, batch, sequence_length);
         let optimizer = r.optimizer();

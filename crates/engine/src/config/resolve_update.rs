@@ -23,8 +23,14 @@ pub struct Apart {
 const EVERY_MAX: u64 = 1 << 20;
 
 impl Resolver {
+    /// Resolves `[update]` and `[compression]`.
+    pub(super) fn exchanges(&mut self, parallel: &Parallel, batch: Batch) -> (Option<Apart>, Compression) {
+        let apart = self.update(parallel);
+        (apart, self.compression(parallel, apart, batch))
+    }
+
     /// Resolves `[update]`; None for synchronous steps.
-    pub(super) fn update(&mut self, parallel: &Parallel) -> Option<Apart> {
+    fn update(&mut self, parallel: &Parallel) -> Option<Apart> {
         let UpdateSection { rule, every, outer_learning_rate, outer_momentum } = self.config.update.clone();
         if rule == UpdateRule::Synchronous {
             let because = "update.rule is \"synchronous\"";
@@ -83,7 +89,7 @@ impl Resolver {
     }
 
     /// Resolves `[compression]`.
-    pub(super) fn compression(&mut self, parallel: &Parallel, apart: Option<Apart>, batch: Batch) -> Compression {
+    fn compression(&mut self, parallel: &Parallel, apart: Option<Apart>, batch: Batch) -> Compression {
         let section = self.config.compression.clone();
         let CompressionSection { gradients, outer, over, top_k_density, error_feedback, rounding } = section;
         let used = [gradients, outer].into_iter().filter(|codec| *codec != CompressionCodec::None).collect::<Vec<_>>();

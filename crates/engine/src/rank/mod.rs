@@ -661,14 +661,18 @@ impl Rank {
         match instruction.action {
             Action::Count { .. } => step.count(&links.summed),
             Action::Reduce { unit, accumulate, axis } => {
-                let at = Moment { step: step.settings().step, number: number as u32 };
-                let reduction = Reduction { over: axis, accumulate, dtype: self.reduce_dtype, at };
+                let is_of_unit =
+                    |earlier: &&Instruction| matches!(earlier.action, Action::Reduce { unit: of, .. } if of == unit);
+                let turn = step.program().instructions[..number].iter().filter(is_of_unit).count() as u32;
+                let at = Moment { step: step.settings().step, turn };
+                let number = number as u32;
+                let reduction = Reduction { over: axis, accumulate, dtype: self.reduce_dtype, number, at };
                 self.gradients.reduce(unit as usize, reduction, links)
             }
             Action::Outer { unit, .. } => {
                 let Some(outer) = &self.outer else { return Err(cannot(instruction.action)) };
                 let mut outer = lock(outer);
-                let at = Moment { step: step.settings().step, number: number as u32 };
+                let at = Moment { step: step.settings().step, turn: 0 };
                 outer.step(unit as usize, &self.parameters, links, at)?;
                 let is_outer = |instruction: &Instruction| matches!(instruction.action, Action::Outer { .. });
                 if step.program().instructions.iter().rposition(is_outer) == Some(number) {

@@ -329,7 +329,7 @@ impl GradientState {
         let mut state = lock(&unit.state);
         state.reduced = true;
         if !fresh.flat.overlaps(&resident) {
-            state.spent.push((reduction.at.number, fresh.flat));
+            state.spent.push((reduction.number, fresh.flat));
         }
         Ok(())
     }

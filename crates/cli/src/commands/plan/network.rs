@@ -63,7 +63,9 @@ pub fn rules(args: &Args, path: &Path, profile: &MachineProfile, link: NetworkLi
     let base = resolve_for(&load(&[])?, inputs(profile))?;
     let parallel = base.parallel;
     if base.apart.is_some() || base.compression.gradients.is_some() {
-        bail!("--network compares update rules and codecs: leave [update] and [compression] of the configuration unset");
+        bail!(
+            "--network compares update rules and codecs: leave [update] and [compression] of the configuration unset"
+        );
     }
     if parallel.replicate == 1 || parallel.pipeline > 1 {
         bail!(
@@ -112,7 +114,8 @@ pub fn rules(args: &Args, path: &Path, profile: &MachineProfile, link: NetworkLi
         parallel.replicate,
         count(tokens)
     );
-    let titles = ["rule", "every", "codec", "sent a step", "step", "tokens/s", "gain", "effect on the result, as published"];
+    let titles =
+        ["rule", "every", "codec", "sent a step", "step", "tokens/s", "gain", "effect on the result, as published"];
     text += &table::lines(&titles, rows);
     text += "\nEvery row but the first changes the result, so none is chosen for you. To take one:\n";
     for (number, row) in priced.iter().enumerate().skip(1) {
