@@ -285,7 +285,10 @@ impl EncodedSums {
                 Some(mut residual) => {
                     residual.with_data_mut(|residual: &mut [f32]| run(values, Some(residual), message))
                 }
-                None => Ok(run(values, None, message)),
+                None => {
+                    run(values, None, message);
+                    Ok(())
+                }
             })
         };
         Ok(values.with_data(with)???)

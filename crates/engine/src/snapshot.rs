@@ -243,7 +243,7 @@ fn momenta(rank: &Rank, writes: &Writes, copies: bool) -> Result<Vec<Region<'sta
 fn residuals(rank: &Rank, copies: bool) -> Result<Vec<Region<'static>>> {
     let mut all = Vec::new();
     for named in rank.residuals() {
-        for (id, spec, held, values) in of_parameters(rank, &named)? {
+        for ResidualPart { id, spec, held, values } in of_parameters(rank, &named)? {
             let pieces = Writes::all().pieces(id.unit as usize, &spec, &held);
             let name = format!("{}.{}", name_of(rank, id), named.name);
             let stored = [(Stored::Here(values), held.len())];
@@ -253,8 +253,18 @@ fn residuals(rank: &Rank, copies: bool) -> Result<Vec<Region<'static>>> {
     Ok(all)
 }
 
-/// The parts of a residual that belong to parameters: the parameter, its elements, their values.
-fn of_parameters(rank: &Rank, named: &NamedResidual) -> Result<Vec<(ParamId, ParameterSpec, Range<usize>, Tensor)>> {
+/// The part of a residual that belongs to a parameter.
+struct ResidualPart {
+    id: ParamId,
+    spec: ParameterSpec,
+    /// The parameter's elements.
+    held: Range<usize>,
+    /// Their values.
+    values: Tensor,
+}
+
+/// The parts of a residual that belong to parameters.
+fn of_parameters(rank: &Rank, named: &NamedResidual) -> Result<Vec<ResidualPart>> {
     let NamedResidual { residual, .. } = named;
     let layout = rank.parameters.unit(residual.unit).layout();
     let mut all = Vec::new();
@@ -264,7 +274,8 @@ fn of_parameters(rank: &Rank, named: &NamedResidual) -> Result<Vec<(ParamId, Par
         if !held.is_empty() {
             let id = ParamId { unit: residual.unit as u32, index: index as u32 };
             let values = residual.values.view(held.start - residual.within.start, [held.len()])?;
-            all.push((id, spec.clone(), held.start - of_parameter.start..held.end - of_parameter.start, values));
+            let held = held.start - of_parameter.start..held.end - of_parameter.start;
+            all.push(ResidualPart { id, spec: spec.clone(), held, values });
         }
     }
     Ok(all)
@@ -471,7 +482,7 @@ fn restore_residuals(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
     for named in rank.residuals() {
         let prefix = named.name.split('.').next().unwrap_or_default();
         let is_first = first(prefix).as_ref() == Some(&named.name);
-        for (id, spec, held, mut values) in of_parameters(rank, &named)? {
+        for ResidualPart { id, spec, held, mut values } in of_parameters(rank, &named)? {
             let name = name_of(rank, id);
             let read = |source: &str, values: &mut Tensor| {
                 let source = format!("{name}.{source}");
