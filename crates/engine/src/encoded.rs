@@ -71,7 +71,7 @@ pub(crate) struct EncodedSums {
     share: Option<Tensor>,
 }
 
-/// What the messages of one unit left out.
+/// The parts of one unit's values that messages left out.
 #[derive(Default)]
 struct UnitResiduals {
     /// Of the contribution to the sum in the shard group.
@@ -111,7 +111,8 @@ pub(crate) struct Moment {
 }
 
 impl EncodedSums {
-    /// Allocates buffers for units of these extents, summed over the ranks of `shard` and then of `replicate`.
+    /// Allocates buffers for units of these extents, summed over the ranks of `shard` and then of
+    /// `replicate`.
     pub(crate) fn new(
         device: &Device,
         extents: Vec<UnitExtents>,
@@ -227,8 +228,8 @@ impl EncodedSums {
         self.clear_gaps(unit, Some(part.clone()), first)
     }
 
-    /// Zeroes the gaps in `values`, which begin at element `first` of the unit's flat buffer. Only a
-    /// codec that has no zero leaves anything there.
+    /// Zeroes the gaps in `values`, which begin at element `first` of the unit's flat buffer. Only
+    /// a codec that has no zero leaves anything there.
     fn clear_gaps(&self, unit: usize, values: Option<Tensor>, first: usize) -> Result<()> {
         let Some(values) = values.filter(|_| self.encoding.codec == Codec::OneBit) else { return Ok(()) };
         for gap in &self.extents[unit].gaps {

@@ -9,9 +9,10 @@
 //! Three more exist where they have anything in them:
 //!
 //! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
-//! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last one;
-//! - `replicas`: the optimizer's state of all replicas but the first, and inside a round the masters
-//!   of all (`...replica.3`).
+//! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
+//!   one;
+//! - `replicas`: the optimizer's state of all replicas but the first, and inside a round the
+//!   masters of all (`...replica.3`).
 //!
 //! Names and shapes are those of whole parameters, and each rank writes elements that it holds:
 //! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
@@ -305,8 +306,8 @@ fn replicas_in(checkpoint: &Checkpoint) -> usize {
     checkpoint.names(REPLICAS).filter_map(index).max().map_or(1, |last| last + 1)
 }
 
-/// What a checkpoint has and `rank` does not go on with, in words. It is not an error: a codec or a
-/// rule may be changed between sittings.
+/// The state in a checkpoint with which `rank` does not go on, in words. It is not an error: a
+/// codec or a rule may be changed between sittings.
 pub(crate) fn left_behind(rank: &Rank, checkpoint: &Checkpoint) -> Vec<String> {
     let mut all = Vec::new();
     if checkpoint.names(RESIDUALS).next().is_some() && rank.residuals().is_empty() {

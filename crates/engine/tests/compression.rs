@@ -196,7 +196,8 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
     }
 }
 
-/// A run goes on with residuals on other numbers of ranks, and without them when no codec needs any.
+/// A run goes on with residuals on other numbers of ranks, and without them when no codec needs
+/// any.
 #[test]
 fn residuals_move_to_other_layouts_and_away() {
     let folder = tempfile::tempdir().unwrap();

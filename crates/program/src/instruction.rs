@@ -253,8 +253,8 @@ pub enum Action {
         chunk: u32,
     },
     /// The outer step of a unit: averages over replicas the change of their parameters since the
-    /// last outer step, applies the outer update to the parameters from then, and gives all replicas
-    /// the result.
+    /// last outer step, applies the outer update to the parameters from then, and gives all
+    /// replicas the result.
     Outer {
         /// Index of the unit.
         unit: u32,
@@ -504,7 +504,8 @@ fn is_first(index: &u32) -> bool {
 }
 
 impl Instruction {
-    /// Bytes of the message between the ranks of `axis`, of a buffer of `bytes` f32 elements' bytes.
+    /// Bytes of the message between the ranks of `axis`, of a buffer of `bytes` f32 elements'
+    /// bytes.
     pub fn sent_bytes(&self, axis: Axis, bytes: u64) -> u64 {
         match self.encoding.filter(|encoding| encoding.is_over(axis)) {
             Some(encoding) => encoding.codec.bytes(bytes / 4),

@@ -110,8 +110,8 @@ pub enum ReduceSchedule {
     PerMicroBatch,
 }
 
-/// The kind of a step. Replicas that train apart take inner steps, whose gradients are summed inside
-/// each replica only, and at intervals an outer step, which ends in one result for all.
+/// The kind of a step. Replicas that train apart take inner steps, whose gradients are summed
+/// inside each replica only, and at intervals an outer step, which ends in one result for all.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StepKind {

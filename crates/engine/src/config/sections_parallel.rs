@@ -1,5 +1,5 @@
-//! `[parallel]`, `[update]` and `[compression]`: the ranks of a run, how they divide model, batch and
-//! state, and what they exchange when.
+//! `[parallel]`, `[update]` and `[compression]`: the ranks of a run, how they divide model, batch
+//! and state, and what they exchange when.
 
 use super::section::section;
 use super::sections::{Collectives, ReduceDtype, ReduceSchedule};
@@ -188,8 +188,8 @@ section! {
         /// The codec of gradients. It changes the result.
         #[elsewhere("zero_quantized_gradients", "ddp_comm_hook", "communication_hook", "comm_backend_name")]
         gradients: CompressionCodec = CompressionCodec::None;
-        /// The codec of parameter changes in outer steps, with `update.rule` `local` or `diloco`. It
-        /// changes the result.
+        /// The codec of parameter changes in outer steps, with `update.rule` `local` or `diloco`.
+        /// It changes the result.
         #[elsewhere("should_quantize")]
         outer: CompressionCodec = CompressionCodec::None;
         /// The messages that are encoded.
@@ -198,7 +198,8 @@ section! {
         #[elsewhere("compress_ratio", "sparsity")]
         top_k_density: Option<f64> = None;
         /// Add to each message what the ones before left out. Takes 4 bytes per element of a rank's
-        /// gradient, and more with several replicas. Unset: true with `int4`, `one_bit` and `top_k`.
+        /// gradient, and more with several replicas. Unset: true with `int4`, `one_bit` and
+        /// `top_k`.
         #[elsewhere("use_error_feedback")]
         error_feedback: Option<bool> = None;
         /// The rounding between two codes of `int8` and `int4`.

@@ -279,8 +279,9 @@ impl<'p> RunningStep<'p> {
         lock(&self.outcome).clone()
     }
 
-    /// Sums the tokens and targets of all micro-batches of the ranks that sum gradients. The loss is a mean over all
-    /// these targets, so every division of a batch gives the loss of the whole batch.
+    /// Sums the tokens and targets of all micro-batches of the ranks that sum gradients. The loss
+    /// is a mean over all these targets, so every division of a batch gives the loss of the whole
+    /// batch.
     pub fn count(&self, summed: &Link) -> Result<()> {
         let mut counts = [0; 2];
         for batch in lock(&self.batches).iter().flatten() {

@@ -341,7 +341,8 @@ impl<'p> World<'p> {
         Ok(())
     }
 
-    /// Gives all replicas one value for each part of a unit's masters, which depends on all of theirs.
+    /// Gives all replicas one value for each part of a unit's masters, which depends on all of
+    /// theirs.
     fn outer(&mut self, ranks: &[usize], unit: usize) -> Step<()> {
         let apart: Vec<Parts> = ranks
             .iter()

@@ -1,5 +1,6 @@
 //! Update rules and codecs for replicas on machines like this one, with a given network between
-//! them. Each is priced by simulating its programs; none is chosen, because each changes the result.
+//! them. Each is priced by simulating its programs; none is chosen, because each changes the
+//! result.
 
 use super::Args;
 use crate::commands::config::resolve_for;
