@@ -81,10 +81,10 @@ fn mutants_of_outer_steps_are_refused() {
     if let Action::Outer { unit, .. } = &mut twice.instructions[at].action {
         *unit += 1;
     }
-    refused(twice, "is not updated");
+    refused(twice, "both touch the optimizer state");
     let mut early = good;
     early.instructions[at].after.clear();
-    refused(early, "optimizer state");
+    refused(early, "both touch the optimizer state");
 }
 
 #[test]
