@@ -32,6 +32,7 @@
 mod backend;
 pub mod bench;
 mod children;
+pub mod codec;
 mod communicator;
 mod environment;
 mod error;

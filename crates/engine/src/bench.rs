@@ -29,7 +29,7 @@ use trainyard_base::median;
 use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
 use trainyard_model::{BatchShape, BatchSlices, Model};
-use trainyard_program::Program;
+use trainyard_program::{Program, StepKind, Strategy};
 use trainyard_tensor::{Device, Purpose};
 
 /// Untimed steps after the first, in which caches, huge pages and the pool's sizes settle.
@@ -424,6 +424,20 @@ pub fn forecast(resolved: &Resolved, rank: u32) -> Result<(Program, StepNeeds)> 
     let model = shape::model_of(resolved, model_spec(resolved)?, rank)?;
     let program = program(resolved, &model, rank)?;
     let prediction = predict(model, &program, &batch_shape(resolved), &settings(resolved))?;
+    Ok((program, prediction))
+}
+
+/// As [`forecast`], for rank 0 in a step of `kind`.
+///
+/// # Errors
+///
+/// A model that does not fit.
+pub fn forecast_of(resolved: &Resolved, kind: StepKind) -> Result<(Program, StepNeeds)> {
+    let model = shape::model_of(resolved, model_spec(resolved)?, 0)?;
+    let strategy = Strategy { kind, ..shape::strategy(resolved, model.units().len())? };
+    let (batch, dtype) = (batch_shape(resolved), shape::compute_dtype(resolved));
+    let program = shape::program(&model, &batch, dtype, &shape::mesh(resolved), &strategy, 0)?;
+    let prediction = predict(model, &program, &batch, &settings(resolved))?;
     Ok((program, prediction))
 }
 

@@ -175,6 +175,18 @@ impl Link {
         }
     }
 
+    /// Sends part `j` of `from` to rank `j`, and receives its part for this rank into part `j` of
+    /// `to`, through host memory.
+    pub(crate) fn all_to_all(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
+        match &self.host {
+            Some(comm) => {
+                from.with_bytes(|from| to.overwrite_bytes(|to| comm.all_to_all(from, to)))???;
+                Ok(())
+            }
+            None => Ok(to.copy_from(from)?),
+        }
+    }
+
     /// As [`Link::all_gather`], with the rank's own part already in its place.
     pub fn all_gather_in_place(&self, whole: &mut Tensor) -> Result<()> {
         match (&self.device, &self.host) {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`config`], [`schedule`] | the configuration as requested and as resolved; the learning-rate schedule |
 //! | [`shape`] | from configuration to model and program |
-//! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
+//! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`outer`], [`encoded`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`recording`], [`trace`] | the files that a run writes |
 //! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`health`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`], [`lasting_faults`] | the positions of ranks, the detection of failed ones, and injected faults |
@@ -22,6 +22,7 @@ pub mod config;
 pub mod corpora;
 pub mod device;
 pub mod early_stopping;
+pub mod encoded;
 mod error;
 pub mod evaluate;
 mod exchange;
@@ -38,6 +39,7 @@ pub mod links;
 pub mod measured;
 pub mod metrics;
 pub mod optimizer;
+pub mod outer;
 pub mod peaks;
 pub mod positions;
 pub mod precision;

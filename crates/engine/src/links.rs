@@ -6,7 +6,9 @@ pub(crate) use crate::exchange::Staging;
 
 use crate::Result;
 use crate::collectives::Way;
+use crate::encoded::{EncodedSums, Moment, UnitExtents};
 use crate::positions::Positions;
+use crate::rank::RankSettings;
 use crate::state::{Holding, does_not_fit};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,13 +31,16 @@ pub struct GatherLinks {
 pub struct ReduceLinks {
     pub(crate) shard: Link,
     pub(crate) replicate: Link,
-    pub(crate) data: Link,
+    /// The ranks that sum gradients: all data ranks, or the shard group where replicas train apart.
+    pub(crate) summed: Link,
     /// Per unit whose parameters others borrow, the pipeline stages that hold it.
     ties: BTreeMap<u32, Link>,
     /// The tensor-parallel group.
     pub(crate) tensor: Link,
     /// Buffers for data on their way, allocated by [`ReduceLinks::stage`].
     pub(crate) staging: Staging,
+    /// Buffers and residuals of encoded gradients; None: they travel as they are.
+    pub(crate) encoded: Option<EncodedSums>,
 }
 
 /// Links of the compute lane, for the gradient norm and the losses, and for gathers and messages
@@ -44,6 +49,8 @@ pub struct ReduceLinks {
 pub struct ComputeLinks {
     pub(crate) shard: Link,
     pub(crate) data: Link,
+    /// The ranks that sum gradients, as in [`ReduceLinks`].
+    pub(crate) summed: Link,
     pub(crate) pipeline: Link,
     pub(crate) tensor: Link,
 }
@@ -137,16 +144,18 @@ impl Maker<'_> {
         let reduce = ReduceLinks {
             shard: self.link("reduce", "shards", group(Axis::Shard))?,
             replicate: self.link("reduce", "replicas", group(Axis::Replicate))?,
-            data: numbers.link("reduce", "data ranks", group(Axis::Data))?,
+            summed: numbers.link("reduce", "ranks of a sum", group(program.kind.gradient_axis()))?,
             ties: self.ties()?,
             tensor: self.tensor_link("reduce")?,
             staging: Staging::default(),
+            encoded: None,
         };
         let compute = ComputeLinks {
             // The compute lane exchanges tensors only outside of steps, when the gather lane is
             // idle.
             shard: numbers.link("compute", "shards", group(Axis::Shard))?.sharing(&gather.shard),
             data: numbers.link("compute", "data ranks", group(Axis::Data))?,
+            summed: numbers.link("compute", "ranks of a sum", group(program.kind.gradient_axis()))?,
             pipeline: numbers.link("compute", "stages", group(Axis::Pipeline))?,
             tensor: numbers.link("compute", "parts of products", group(Axis::Tensor))?,
         };
@@ -234,18 +243,39 @@ impl GatherLinks {
 }
 
 impl ReduceLinks {
-    /// Allocates the staging buffers on `device` for reducing the gradients of `model` as `dtype`.
-    pub(crate) fn stage(&mut self, device: &Device, model: &Model, holding: &Holding, dtype: DType) -> Result<()> {
+    /// Allocates the buffers on `device` for reducing the gradients of `model`.
+    pub(crate) fn stage(
+        &mut self,
+        device: &Device,
+        model: &Model,
+        holding: &Holding,
+        settings: &RankSettings,
+    ) -> Result<()> {
         let layouts = model.units().iter().map(|unit| UnitLayout::new(unit.parameters(), holding.shards));
         let sizes = layouts.map(|layout| (layout.elements(), holding.own(&layout).len()));
         let (elements, own) = sizes.max().unwrap_or_default();
-        self.staging = Staging::new(device, elements, own, dtype, &self.shard, &self.replicate)?;
+        self.staging = Staging::new(device, elements, own, settings.reduce, &self.shard, &self.replicate)?;
+        if let Some(encoding) = settings.compression.gradients {
+            let extents = |unit: usize| {
+                let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);
+                match holding.holds(unit) {
+                    true => UnitExtents::new(&layout, layout.elements(), holding.own(&layout)),
+                    false => UnitExtents::default(),
+                }
+            };
+            let units: Vec<_> = (0..model.units().len()).map(extents).collect();
+            // Replicas that train apart do not sum gradients.
+            let alone = Link::default();
+            let replicate = if settings.outer.is_none() { &self.replicate } else { &alone };
+            let rounding = (settings.compression.rounding, settings.seed);
+            self.encoded = Some(EncodedSums::new(device, units, encoding, rounding, &self.shard, replicate)?);
+        }
         Ok(())
     }
 
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
-        [&self.shard, &self.replicate, &self.data].into_iter().for_each(|link| link.post(position));
+        [&self.shard, &self.replicate, &self.summed].into_iter().for_each(|link| link.post(position));
         self.ties.values().chain([&self.tensor]).for_each(|link| link.post(position));
     }
 
@@ -258,19 +288,53 @@ impl ReduceLinks {
 impl ComputeLinks {
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
-        [&self.shard, &self.data, &self.pipeline, &self.tensor]
+        [&self.shard, &self.data, &self.summed, &self.pipeline, &self.tensor]
             .into_iter()
             .for_each(|link| link.post_on_host(position));
     }
 }
 
+/// One sum of a gradient over ranks.
+#[derive(Clone, Copy)]
+pub struct Reduction {
+    /// The axis along which it is summed: that of all data ranks, or of the shard group.
+    pub over: Axis,
+    /// True if it is added to the sum so far.
+    pub accumulate: bool,
+    /// The type in which it travels, unless it is encoded.
+    pub dtype: DType,
+    /// Number of the instruction.
+    pub number: u32,
+    pub(crate) at: Moment,
+}
+
 /// Sums `flat` over the data ranks: reduce-scatter inside the shard group, then all-reduce of the
 /// rank's `own` part across the replicas. Returns that part of `flat`; the rest is arbitrary. The
 /// sum is rounded to `dtype` on its way, and again when it is complete, so that every division of
-/// the data ranks into shards and replicas gives the same bits.
-pub(crate) fn reduce(flat: &mut Tensor, own: Range<usize>, dtype: DType, links: &ReduceLinks) -> Result<Tensor> {
+/// the data ranks into shards and replicas gives the same bits. Where messages are encoded, they
+/// are not rounded besides.
+pub(crate) fn reduce(
+    unit: usize,
+    flat: &mut Tensor,
+    own: Range<usize>,
+    reduction: Reduction,
+    links: &ReduceLinks,
+) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
-    let ReduceLinks { shard, replicate, staging, .. } = links;
+    let ReduceLinks { shard, staging, encoded, .. } = links;
+    let (dtype, alone) = (reduction.dtype, Link::default());
+    let replicate = if reduction.over == Axis::Data { &links.replicate } else { &alone };
+    if let Some(encoded) = encoded {
+        let at = reduction.at;
+        match encoded.is_over(Axis::Shard) && shard.size() > 1 {
+            true => encoded.reduce_scatter(unit, flat, &mut sum, shard, at)?,
+            false => shard.reduce_scatter(flat, &mut sum, staging)?,
+        }
+        if replicate.size() > 1 {
+            encoded.all_reduce(unit, &mut sum, replicate, at)?;
+        }
+        return Ok(sum);
+    }
     if dtype == DType::F32 {
         shard.reduce_scatter(flat, &mut sum, staging)?;
         replicate.all_reduce(&mut sum, staging)?;

@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
 use trainyard_model::{BatchShape, Model, hf};
-use trainyard_program::Program;
+use trainyard_program::{Program, StepKind};
 use trainyard_record::programs::Predicted;
 use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::{DType, Device};
@@ -66,8 +66,11 @@ pub struct Session {
     pub world: Communicator,
     /// This rank, which trains.
     pub rank: Rank,
-    /// The programs of a step: without and with a snapshot at its end.
+    /// The programs of a step: without and with a snapshot at its end. Where replicas train apart,
+    /// those of an inner step.
     pub programs: [Program; 2],
+    /// The same of steps that end in an outer step, where replicas train apart.
+    pub outer_programs: Option<[Program; 2]>,
     /// Predicted memory and cost of a step.
     pub prediction: StepNeeds,
     /// True if checkpoints are written from a copy while training goes on.
@@ -212,6 +215,7 @@ impl Session {
         let shape = shape::model_shape(&model, &batch, dtype)?;
         let strategy = shape::strategy(&resolved, model.units().len())?;
         let programs = shape::programs(&shape, &shape::mesh(&resolved), &strategy, world.rank() as u32)?;
+        let outer_programs = shape::outer_programs(&resolved, &shape, &strategy, world.rank() as u32)?;
         let choice = collectives::choose(&resolved, &world)?;
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
         let prediction = predict(shape::model_of(&resolved, spec.clone(), own)?, &programs[0], &batch, &settings)?;
@@ -294,6 +298,7 @@ impl Session {
             world,
             rank,
             programs,
+            outer_programs,
             prediction,
             copies_state,
             peaks,
@@ -301,6 +306,15 @@ impl Session {
             time: Err("no profile of this machine: run `trainyard calibrate`".to_owned()),
             state,
         })
+    }
+
+    /// The program of a step: with an outer step at its end, and with a snapshot.
+    pub(crate) fn program(&self, kind: StepKind, snapshot: bool) -> &Program {
+        let programs = match (&self.outer_programs, kind) {
+            (Some(programs), StepKind::Outer) => programs,
+            _ => &self.programs,
+        };
+        &programs[usize::from(snapshot)]
     }
 
     fn check_room(&self, note: &mut impl FnMut(&str)) -> Result<()> {
@@ -324,6 +338,7 @@ impl Session {
 
     fn restore(&mut self, checkpoint: &Checkpoint, note: &mut impl FnMut(&str)) -> Result<()> {
         let state = snapshot::restore(&mut self.rank, checkpoint)?;
+        snapshot::left_behind(&self.rank, checkpoint).iter().for_each(|line| note(&warning(line)));
         for (what, then, now) in
             [("data", &state.dataset, &self.state.dataset), ("tokenizer", &state.tokenizer, &self.state.tokenizer)]
         {
@@ -427,6 +442,9 @@ impl Session {
                 },
             },
         });
+        if let Some([outer, _]) = &self.outer_programs {
+            plan["outer_program"] = json!(outer);
+        }
         if let Some(measured) = measured {
             plan["measured"] = json!(measured);
         }

@@ -19,7 +19,8 @@ use trainyard_model::{
 };
 use trainyard_program::{
     Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
-    ScheduleTable, SegmentShape, SplitShape, StateBytes, Strategy, Tier, UnitShape, ValueShape, check, lower_rank,
+    ScheduleTable, SegmentShape, SplitShape, StateBytes, StepKind, Strategy, Tier, UnitShape, ValueShape, check,
+    lower_rank,
 };
 use trainyard_tensor::DType;
 
@@ -353,6 +354,10 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
         pipeline: pipeline(resolved)?,
         cuts: cuts(resolved),
         sequence_parallel: parallel.sequence,
+        kind: if resolved.apart.is_some() { StepKind::Inner } else { StepKind::Synchronous },
+        gradients: resolved.compression.gradients,
+        outer: resolved.compression.outer,
+        outer_momentum: resolved.apart.is_some_and(|apart| apart.outer.momentum != 0.0),
         ..Strategy::new(units)
     })
 }
@@ -457,6 +462,8 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
         optimizer: resolved.optimizer,
         scaler,
         seed: resolved.config.training.seed,
+        compression: resolved.compression,
+        outer: resolved.apart.map(|apart| apart.outer),
         graphs: resolved.config.training.cuda_graphs != CudaGraphs::Off,
     }
 }
@@ -489,6 +496,17 @@ pub fn programs(shape: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u32)
         Ok(program)
     };
     Ok([program(false)?, program(true)?])
+}
+
+/// The checked programs of steps that end in an outer step; None where replicas do not train apart.
+pub fn outer_programs(
+    resolved: &Resolved,
+    shape: &ModelShape,
+    strategy: &Strategy,
+    rank: u32,
+) -> Result<Option<[Program; 2]>> {
+    let outer = Strategy { kind: StepKind::Outer, ..strategy.clone() };
+    resolved.apart.map(|_| programs(shape, &mesh(resolved), &outer, rank)).transpose()
 }
 
 /// The checked program of a step of `model` for rank `rank` of `mesh`, whose micro-batches have

@@ -1,10 +1,18 @@
 //! Writes a rank's state to a checkpoint ([`take`]) and restores it ([`restore`]).
 //!
-//! A checkpoint has three parts:
+//! A checkpoint has these parts:
 //!
 //! - `model`: the f32 masters under our parameter names (`block.3.attn.qkv.weight`);
 //! - `optimizer`: the optimizer's state per parameter;
 //! - JSON: the rest (updates, loss scale, position in the data).
+//!
+//! Three more exist where they have anything in them:
+//!
+//! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
+//! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
+//!   one;
+//! - `replicas`: the optimizer's state of all replicas but the first, and inside a round the
+//!   masters of all (`...replica.3`).
 //!
 //! Names and shapes are those of whole parameters, and each rank writes elements that it holds:
 //! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
@@ -15,7 +23,7 @@ use crate::fp8::AmaxHistory;
 use crate::health::History;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
-use crate::rank::Rank;
+use crate::rank::{NamedResidual, Rank};
 use crate::state::{does_not_fit, overlap};
 use crate::tier::Stored;
 use crate::{EngineError, Result};
@@ -25,7 +33,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trainyard_autograd::ParamId;
 use trainyard_model::{ParameterSpec, Patch};
-use trainyard_tensor::{DType, Tensor};
+use trainyard_tensor::{DType, Purpose, Tensor, ops};
 
 /// The state of a run besides tensors: everything else that an exact resumption needs.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -74,6 +82,9 @@ pub struct RunState {
 /// Names of the parts of a checkpoint.
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
+const RESIDUALS: &str = "residuals";
+const OUTER: &str = "outer";
+const REPLICAS: &str = "replicas";
 
 /// The part of the state that `rank` writes. Replicas divide the state that they share, so every
 /// element is written once.
@@ -173,20 +184,155 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
         let pieces = writes.pieces(id.unit as usize, spec, &rank.parameters.master_part_range(id));
         if !pieces.is_empty() {
             let shape = spec.whole_shape().to_vec();
-            model.push(region(name_of(rank, id), shape, pieces, &rank.masters(id)?, copies)?);
+            model.push(region(name_of(rank, id), shape, pieces, &rank.common_parameters(id)?, copies)?);
         }
     }
-    let mut optimizer = Vec::new();
+    let (replica, _) = if rank.is_apart() { rank.replica() } else { (0, 1) };
+    let of_own = if rank.is_apart() { Writes { replica: 0, replicas: 1, ..writes.clone() } } else { writes.clone() };
+    let (mut optimizer, mut replicas) = (Vec::new(), Vec::new());
     for StateTensor { part, stored } in optimizer_tensors(rank)? {
         let (spec, elements) = divided_like(rank, &part)?;
-        let pieces = writes.pieces(part.unit, &spec, &part.range);
+        // Replicas that train apart have states of their own.
+        let pieces = of_own.pieces(part.unit, &spec, &part.range);
         if !pieces.is_empty() {
-            optimizer.push(region(state_name(rank, &part), vec![elements], pieces, &stored, copies)?);
+            let name = state_name(rank, &part);
+            let (to, name) = match replica {
+                0 => (&mut optimizer, name),
+                _ => (&mut replicas, of_replica(&name, replica)),
+            };
+            to.push(region(name, vec![elements], pieces, &stored, copies)?);
         }
     }
-    let parts = [(MODEL, model, all_names(rank)), (OPTIMIZER, optimizer, all_state_names(rank))];
+    let mut parts = vec![(MODEL, model, all_names(rank)), (OPTIMIZER, optimizer, all_state_names(rank))];
+    if rank.is_apart() {
+        if rank.is_in_round() {
+            for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
+                let pieces = of_own.pieces(id.unit as usize, spec, &rank.parameters.master_part_range(id));
+                if !pieces.is_empty() {
+                    let (name, shape) = (of_replica(&name_of(rank, id), replica), spec.whole_shape().to_vec());
+                    replicas.push(region(name, shape, pieces, &rank.masters(id)?, copies)?);
+                }
+            }
+        }
+        parts.push((REPLICAS, replicas, all_replica_names(rank)));
+    }
+    if rank.has_outer_momentum() {
+        parts.push((OUTER, momenta(rank, &writes, copies)?, all_names(rank).iter().map(momentum_name).collect()));
+    }
+    let names = rank.residual_names();
+    if !names.is_empty() {
+        let of_all = all_names(rank)
+            .into_iter()
+            .flat_map(|of| names.iter().map(move |name| format!("{of}.{name}")).collect::<Vec<_>>());
+        parts.push((RESIDUALS, residuals(rank, copies)?, of_all.collect()));
+    }
     let part = |(name, regions, required): (&str, _, _)| SnapshotPart { name: name.into(), regions, required };
     Ok(parts.into_iter().map(part).collect())
+}
+
+/// The outer momenta that this rank writes.
+fn momenta(rank: &Rank, writes: &Writes, copies: bool) -> Result<Vec<Region<'static>>> {
+    let mut all = Vec::new();
+    for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
+        let held = rank.parameters.master_part_range(id);
+        let pieces = writes.pieces(id.unit as usize, spec, &held);
+        if let Some(momentum) = rank.outer_momentum(id)?.filter(|_| !pieces.is_empty()) {
+            let stored = [(Stored::Here(momentum), held.len())];
+            all.push(region(momentum_name(&name_of(rank, id)), spec.whole_shape().to_vec(), pieces, &stored, copies)?);
+        }
+    }
+    Ok(all)
+}
+
+/// The residuals that this rank holds, by parameter.
+fn residuals(rank: &Rank, copies: bool) -> Result<Vec<Region<'static>>> {
+    let mut all = Vec::new();
+    for named in rank.residuals() {
+        for ResidualPart { id, spec, held, values } in of_parameters(rank, &named)? {
+            let pieces = Writes::all().pieces(id.unit as usize, &spec, &held);
+            let name = format!("{}.{}", name_of(rank, id), named.name);
+            let stored = [(Stored::Here(values), held.len())];
+            all.push(region(name, spec.whole_shape().to_vec(), pieces, &stored, copies)?);
+        }
+    }
+    Ok(all)
+}
+
+/// The part of a residual that belongs to a parameter.
+struct ResidualPart {
+    id: ParamId,
+    spec: ParameterSpec,
+    /// The parameter's elements.
+    held: Range<usize>,
+    /// Their values.
+    values: Tensor,
+}
+
+/// The parts of a residual that belong to parameters.
+fn of_parameters(rank: &Rank, named: &NamedResidual) -> Result<Vec<ResidualPart>> {
+    let NamedResidual { residual, .. } = named;
+    let layout = rank.parameters.unit(residual.unit).layout();
+    let mut all = Vec::new();
+    for (index, spec) in rank.model().units()[residual.unit].parameters().iter().enumerate() {
+        let of_parameter = layout.range(index);
+        let held = overlap(&of_parameter, &residual.within);
+        if !held.is_empty() {
+            let id = ParamId { unit: residual.unit as u32, index: index as u32 };
+            let values = residual.values.view(held.start - residual.within.start, [held.len()])?;
+            let held = held.start - of_parameter.start..held.end - of_parameter.start;
+            all.push(ResidualPart { id, spec: spec.clone(), held, values });
+        }
+    }
+    Ok(all)
+}
+
+/// `block.3.attn.qkv.weight.outer_momentum`
+fn momentum_name(parameter: &String) -> String {
+    format!("{parameter}.outer_momentum")
+}
+
+/// `block.3.attn.qkv.weight.replica.1`
+fn of_replica(name: &str, replica: usize) -> String {
+    format!("{name}.replica.{replica}")
+}
+
+/// The names in the part of replicas, of all replicas.
+fn all_replica_names(rank: &Rank) -> BTreeSet<String> {
+    let (_, replicas) = rank.replica();
+    let states = all_state_names(rank).into_iter().flat_map(|name| (1..replicas).map(move |r| of_replica(&name, r)));
+    let masters = if rank.is_in_round() { all_names(rank) } else { BTreeSet::new() };
+    states.chain(masters.into_iter().flat_map(|name| (0..replicas).map(move |r| of_replica(&name, r)))).collect()
+}
+
+/// Number of replicas whose own state a checkpoint has.
+fn replicas_in(checkpoint: &Checkpoint) -> usize {
+    let index = |name: &str| name.rsplit_once(".replica.").and_then(|(_, index)| index.parse::<usize>().ok());
+    checkpoint.names(REPLICAS).filter_map(index).max().map_or(1, |last| last + 1)
+}
+
+/// The state in a checkpoint with which `rank` does not go on, in words. It is not an error: a
+/// codec or a rule may be changed between sittings.
+pub(crate) fn left_behind(rank: &Rank, checkpoint: &Checkpoint) -> Vec<String> {
+    let mut all = Vec::new();
+    if checkpoint.names(RESIDUALS).next().is_some() && rank.residuals().is_empty() {
+        all.push(
+            "what earlier messages left out is dropped, because no codec with error feedback is set now".to_owned(),
+        );
+    }
+    let (before, now) = (replicas_in(checkpoint), rank.replica().1);
+    if !rank.is_apart() && (before > 1 || checkpoint.names(OUTER).next().is_some()) {
+        all.push(
+            "the run goes on from the parameters of the last outer step: update.rule is \"synchronous\" now, and the outer momentum and the \
+             optimizer state of replicas other than the first are dropped"
+                .to_owned(),
+        );
+    }
+    if rank.is_apart() && before > 1 && before != now {
+        all.push(format!(
+            "{before} replicas had optimizer states of their own, and there are {now} now: replica r goes on with that of replica r modulo {before}"
+        ));
+    }
+    all
 }
 
 /// Bytes of the copy that [`take`] makes.
@@ -202,7 +348,16 @@ pub(crate) fn bytes_of_tensors(rank: &Rank) -> u64 {
         let elements: usize = spec.whole_shape().iter().product();
         elements + rank.optimizer.state_elements(spec)
     };
-    4 * rank.model().parameters().map(of).sum::<usize>() as u64
+    let state = |(_, spec): (ParamId, &ParameterSpec)| rank.optimizer.state_elements(spec);
+    let whole = |(_, spec): (ParamId, &ParameterSpec)| spec.whole_shape().iter().product::<usize>();
+    let (states, parameters): (usize, usize) =
+        (rank.model().parameters().map(state).sum(), rank.model().parameters().map(whole).sum());
+    // Replicas that train apart have states of their own, and inside a round masters too.
+    let replicas = if rank.is_apart() { rank.replica().1 } else { 1 };
+    let apart = if rank.is_apart() { replicas * parameters + (replicas - 1) * states } else { 0 };
+    let momentum = if rank.has_outer_momentum() { parameters } else { 0 };
+    let residuals = rank.residual_names().len() * parameters;
+    4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals) as u64
 }
 
 /// The region of the elements `pieces` of a tensor. `stored` are the elements that the rank holds.
@@ -284,15 +439,76 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     }
     check_all_read(rank, checkpoint)?;
     load_parameters(rank, checkpoint)?;
+    let own = if rank.is_apart() { rank.replica().0 % replicas_in(checkpoint) } else { 0 };
     rank.optimizer.set_state(|part, values| {
         check_columns(checkpoint, &state_name(rank, part), part)?;
         let (spec, elements) = divided_like(rank, part)?;
-        fill(checkpoint, OPTIMIZER, &state_name(rank, part), &[elements], &spec, part.range.clone(), values)
-            .map_err(of_another_optimizer)
+        let name = state_name(rank, part);
+        let (from, name) = if own == 0 { (OPTIMIZER, name) } else { (REPLICAS, of_replica(&name, own)) };
+        fill(checkpoint, from, &name, &[elements], &spec, part.range.clone(), values).map_err(of_another_optimizer)
     })?;
+    restore_apart(rank, checkpoint, own)?;
+    restore_residuals(rank, checkpoint)?;
     state.scaler = state.scaler.continued(rank.scaler());
     rank.core(|core| (core.updates, core.scaler) = (state.updates, state.scaler));
     Ok(state)
+}
+
+/// Restores outer momentum, and inside a round the masters of the replica `own`.
+fn restore_apart(rank: &mut Rank, checkpoint: &Checkpoint, own: usize) -> Result<()> {
+    if !rank.is_apart() {
+        return Ok(());
+    }
+    let named = |(id, spec): (ParamId, &ParameterSpec)| (id, (name_of(rank, id), spec.clone()));
+    let specs: BTreeMap<_, _> = rank.model().parameters().map(named).collect();
+    for (id, (name, spec)) in specs.iter().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
+        let name = momentum_name(name);
+        if let Some(mut momentum) = rank.outer_momentum(*id)?.filter(|_| checkpoint.entry(OUTER, &name).is_ok()) {
+            let held = rank.parameters.master_part_range(*id);
+            fill(checkpoint, OUTER, &name, spec.whole_shape(), spec, held, &mut momentum)?;
+        }
+    }
+    let in_round = specs.values().any(|(name, _)| checkpoint.entry(REPLICAS, &of_replica(name, own)).is_ok());
+    if in_round {
+        rank.set_own_masters(|id, range, values| {
+            let (name, spec) = &specs[&id];
+            fill(checkpoint, REPLICAS, &of_replica(name, own), spec.whole_shape(), spec, range, values)
+        })?;
+        rank.set_in_round(true);
+    }
+    Ok(())
+}
+
+/// Restores residuals. Those of ranks that there are no more are added to those of the first: what
+/// was left out is sent by whoever is there.
+fn restore_residuals(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
+    let names = rank.residual_names();
+    let first = |prefix: &str| names.iter().find(|name| name.split('.').next() == Some(prefix)).cloned();
+    for named in rank.residuals() {
+        let prefix = named.name.split('.').next().unwrap_or_default();
+        let is_first = first(prefix).as_ref() == Some(&named.name);
+        for ResidualPart { id, spec, held, mut values } in of_parameters(rank, &named)? {
+            let name = name_of(rank, id);
+            let read = |source: &str, values: &mut Tensor| {
+                let source = format!("{name}.{source}");
+                fill(checkpoint, RESIDUALS, &source, spec.whole_shape(), &spec, held.clone(), values)
+            };
+            if checkpoint.entry(RESIDUALS, &format!("{name}.{}", named.name)).is_ok() {
+                read(&named.name, &mut values)?;
+            }
+            let of_parameter = format!("{name}.{prefix}.");
+            let gone = checkpoint.names(RESIDUALS).filter_map(|stored| stored.strip_prefix(&of_parameter));
+            for index in gone.filter(|_| is_first) {
+                let source = format!("{prefix}.{index}");
+                if !names.contains(&source) {
+                    let mut other = rank.device().zeros([held.len()], DType::F32, Purpose::Workspace)?;
+                    read(&source, &mut other)?;
+                    ops::accumulate(&other, &mut values, false)?;
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Rejects Adafactor column moments of an earlier version, in which fused matrices (queries, keys
@@ -323,6 +539,8 @@ fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
             // load_parameters checks it.
             MODEL => continue,
             OPTIMIZER => all_state_names(rank),
+            // `left_behind` tells what is not read of these.
+            RESIDUALS | OUTER | REPLICAS => continue,
             _ => BTreeSet::new(),
         };
         checkpoint

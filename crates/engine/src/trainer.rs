@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_comm::Communicator;
 use trainyard_data::{Loader, LoaderConfig};
+use trainyard_program::StepKind;
 use trainyard_record::health::{HealthEvent, Symptom};
 use trainyard_tensor::{Purpose, TensorError};
 
@@ -139,12 +140,12 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
         run.evaluate()?;
     }
     let ending = loop {
-        let snapshot = match run.agree()? {
-            Next::Step { snapshot } => snapshot,
+        let (kind, snapshot) = match run.agree()? {
+            Next::Step { kind, snapshot } => (kind, snapshot),
             Next::End(ending) => break ending,
         };
-        let outcome = run.step(snapshot)?;
-        run.record(&outcome)?;
+        let outcome = run.step(kind, snapshot)?;
+        run.record(&outcome, kind, snapshot)?;
         run.guard_against_divergence(&outcome)?;
         if run.evaluation_due() {
             run.evaluate()?;
@@ -155,7 +156,7 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
 
 /// The next action, the same on every rank.
 enum Next {
-    Step { snapshot: bool },
+    Step { kind: StepKind, snapshot: bool },
     End(Ending),
 }
 
@@ -177,6 +178,11 @@ struct Run<'s> {
     /// True if a snapshot was due after a skipped step. It is taken after the next step that is not
     /// skipped.
     owed: bool,
+    /// The step after which replicas that train apart meet. The ranks agree there only, so that
+    /// no replica waits for another in between.
+    round_end: u64,
+    /// True once a user was told when a requested stop takes place.
+    told_of_stop: bool,
     evaluated: Option<u64>,
     evaluation: Option<EvaluationMetrics>,
     sitting: Sitting,
@@ -277,6 +283,7 @@ impl<'s> Run<'s> {
         session.world.broadcast(&mut evaluated, 0)?;
         let evaluated = Some(evaluated[0]).filter(|step| *step != u64::MAX);
         let saved = (session.state.step, Instant::now());
+        let round_end = session.state.step;
         Ok(Run {
             session,
             progress,
@@ -290,6 +297,8 @@ impl<'s> Run<'s> {
             clock,
             saved,
             owed: false,
+            round_end,
+            told_of_stop: false,
             evaluated,
             evaluation: None,
             sitting: Sitting::default(),
@@ -302,10 +311,19 @@ impl<'s> Run<'s> {
         })
     }
 
-    /// Broadcasts rank 0's decisions: the next action and the length of the schedule.
+    /// Broadcasts rank 0's decisions: the next action, the length of the schedule, and the end of
+    /// the round where replicas train apart.
     fn agree(&mut self) -> Result<Next> {
         let began = Instant::now();
         let is_asked_to_stop = self.control.is_asked_to_stop(&self.session.world);
+        let step = self.session.state.step;
+        if step < self.round_end {
+            if is_asked_to_stop && !std::mem::replace(&mut self.told_of_stop, true) {
+                let end = self.round_end;
+                self.progress.note(&format!("asked to stop: the run ends with its round, after step {end}"));
+            }
+            return Ok(Next::Step { kind: self.kind(), snapshot: self.snapshot_due() });
+        }
         const STEP: u64 = 0;
         const STEP_WITH_SNAPSHOT: u64 = 1;
         const COMPLETE: u64 = 2;
@@ -318,17 +336,21 @@ impl<'s> Run<'s> {
         } else {
             STEP
         };
-        let mut word = [next, self.clock.steps.unwrap_or(u64::MAX)];
+        let round = self.session.resolved.apart.map_or(1, |apart| apart.every);
+        // A run's last round may be shorter.
+        let round_end = ((step / round + 1) * round).min(self.clock.steps.unwrap_or(u64::MAX)).max(step + 1);
+        let mut word = [next, self.clock.steps.unwrap_or(u64::MAX), round_end];
         self.session.world.broadcast(&mut word, 0)?;
         self.agreed = began.elapsed();
-        let [next, steps] = word;
+        let [next, steps, round_end] = word;
+        self.round_end = round_end;
         if steps != u64::MAX && self.clock.steps != Some(steps) {
             self.session.state.schedule_steps = Some(steps);
             self.session.state.schedule_seconds = self.clock.limits.seconds;
             (self.clock.schedule.steps, self.clock.steps) = (Some(steps), Some(steps));
         }
         Ok(match next {
-            STEP | STEP_WITH_SNAPSHOT => Next::Step { snapshot: next == STEP_WITH_SNAPSHOT },
+            STEP | STEP_WITH_SNAPSHOT => Next::Step { kind: self.kind(), snapshot: next == STEP_WITH_SNAPSHOT },
             COMPLETE => Next::End(Ending::Complete),
             _ => {
                 if let Some(rank) = self.session.world.stop_requested().filter(|&rank| rank > 0) {
@@ -337,6 +359,15 @@ impl<'s> Run<'s> {
                 Next::End(Ending::Interrupted)
             }
         })
+    }
+
+    /// The kind of the next step.
+    fn kind(&self) -> StepKind {
+        match &self.session.outer_programs {
+            None => StepKind::Synchronous,
+            Some(_) if self.session.state.step + 1 == self.round_end => StepKind::Outer,
+            Some(_) => StepKind::Inner,
+        }
     }
 
     fn is_complete(&self) -> bool {
@@ -367,7 +398,9 @@ impl<'s> Run<'s> {
     fn snapshot_due(&self) -> bool {
         let section = &self.session.resolved.config.checkpoint;
         let by_steps = section.interval_steps.is_some_and(|n| (self.session.state.step + 1).is_multiple_of(n));
-        let by_time = section.interval_seconds.is_some_and(|s| self.saved.1.elapsed().as_secs_f64() >= s);
+        // Inside a round the ranks do not agree on a time.
+        let is_agreed = self.session.state.step >= self.round_end;
+        let by_time = is_agreed && section.interval_seconds.is_some_and(|s| self.saved.1.elapsed().as_secs_f64() >= s);
         // A snapshot precedes each evaluation: the evaluation takes time and may fail, and the best
         // checkpoint must exist to be kept.
         by_steps || by_time || self.owed || self.evaluates_after(self.session.state.step + 1)
@@ -383,14 +416,18 @@ impl<'s> Run<'s> {
     }
 
     /// Executes the step program.
-    fn step(&mut self, snapshot: bool) -> Result<StepOutcome> {
+    fn step(&mut self, kind: StepKind, snapshot: bool) -> Result<StepOutcome> {
         let session = &mut *self.session;
         let settings = StepSettings {
             step: session.state.step,
             rate_factor: self.clock.schedule.factor(session.state.step),
             clip_norm: session.resolved.optimizer.clip_norm,
         };
-        let program = &session.programs[usize::from(snapshot)];
+        let apart = session.outer_programs.is_some();
+        let program = match (&session.outer_programs, kind) {
+            (Some(programs), StepKind::Outer) => &programs[usize::from(snapshot)],
+            _ => &session.programs[usize::from(snapshot)],
+        };
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
         let copies = session.copies_state;
         let samples = loader.position().samples + session.resolved.batch.global as u64;
@@ -408,7 +445,8 @@ impl<'s> Run<'s> {
             |device, model| Ok(model.batch(device, &slices(&loader.next()?))?),
             |rank, outcome| {
                 state.advance(outcome, rank, samples, deviations);
-                if state.skipped_in_a_row > 0 {
+                // Replicas that train apart skip steps by themselves, and write together.
+                if state.skipped_in_a_row > 0 && !apart {
                     // These weights may be the cause of skipped steps, so no good checkpoint is
                     // deleted to make room for them.
                     return Ok(());
@@ -426,7 +464,7 @@ impl<'s> Run<'s> {
         self.suspicion = session.state.advance(&outcome, &session.rank, samples, deviations);
         session.state.learning_rate_next = rate_next;
         if snapshot {
-            self.owed = session.state.skipped_in_a_row > 0;
+            self.owed = session.state.skipped_in_a_row > 0 && !apart;
             if !self.owed {
                 self.saved = (session.state.step, Instant::now());
             }
@@ -435,7 +473,7 @@ impl<'s> Run<'s> {
     }
 
     /// Computes the step's metrics, records them and shows them.
-    fn record(&mut self, outcome: &StepOutcome) -> Result<()> {
+    fn record(&mut self, outcome: &StepOutcome, kind: StepKind, snapshot: bool) -> Result<()> {
         let now = Instant::now();
         let last_end = std::mem::replace(&mut self.clock.last_step_end, now);
         let step_s = (now - last_end).as_secs_f64();
@@ -489,6 +527,7 @@ impl<'s> Run<'s> {
             predicted_step_s: session.time.as_ref().ok().map(|time| time.step_s),
             predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
+            drift: outcome.drift,
             skipped: outcome.skipped,
         };
         if let Some(recorder) = &mut self.recorder
@@ -496,20 +535,22 @@ impl<'s> Run<'s> {
         {
             self.progress.note(&said);
         }
-        let snapshot = outcome.spans.len() > session.programs[0].instructions.len();
-        let program = &session.programs[usize::from(snapshot)];
+        let program = session.program(kind, snapshot);
         self.kinds.add(program, &outcome.spans);
         if let Some(trace) = &mut self.trace {
             trace.step(step, program, &outcome.spans)?;
         }
         let moments = Moments { last_end, agreed: self.agreed, end: now };
+        // The record holds the programs of inner steps; an outer step shows as a gap.
         if let Some(recording) = &mut self.recording
+            && kind != StepKind::Outer
             && let Err(error) = recording.step(step, snapshot, outcome, moments)
         {
             self.recording = None;
             self.progress.note(&warning(no_record(&error)));
         }
-        if session.is_first() {
+        // Others learn of a new length of the schedule when the ranks agree next.
+        if session.is_first() && step >= self.round_end {
             self.clock.calibrate(&mut session.state);
         }
         let left = self.clock.left.update(step, step_s, self.clock.elapsed());

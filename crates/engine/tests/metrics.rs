@@ -25,6 +25,7 @@ fn step(step: u64) -> StepMetrics {
         predicted_step_s: Some(0.1),
         predicted_mem_peak_bytes: Some(1 << 20),
         loss_scale: None,
+        drift: None,
         skipped: false,
     }
 }

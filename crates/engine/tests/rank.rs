@@ -13,7 +13,7 @@ use trainyard_engine::state::Holding;
 use trainyard_model::{Batch, BatchShape, BatchSlices, Model, ModelSpec};
 use trainyard_program::{Action, Instruction, Keep, Mesh, Strategy};
 use trainyard_tensor::cpu::Isa;
-use trainyard_tensor::{Computes, DType, Device, Purpose};
+use trainyard_tensor::{DType, Device, Purpose};
 
 const LENGTH: usize = 16;
 
@@ -133,17 +133,7 @@ impl Trial {
 
     fn rank_settings(&self) -> RankSettings {
         let Trial { dtype: compute, optimizer, scaler, .. } = *self;
-        RankSettings {
-            computes: Computes::Cpu,
-            compute,
-            fp8: self.fp8,
-            reduce: DType::F32,
-            way: Default::default(),
-            optimizer,
-            scaler,
-            seed: 7,
-            graphs: false,
-        }
+        RankSettings { compute, fp8: self.fp8, scaler, ..RankSettings::new(optimizer, 7) }
     }
 }
 

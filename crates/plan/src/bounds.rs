@@ -29,7 +29,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use trainyard_program::{
     Action, Axis, BackwardPart, Collective, Extent, Instruction, Keep, Mesh, Offload, Phase, PipelineSchedule,
-    Placement, Program, ReduceSchedule, Reshard, State, StateBytes,
+    Placement, Program, ReduceSchedule, Reshard, State, StateBytes, StepKind,
 };
 
 /// Kinds of unit: an example unit of each kind, and the number of units of the kind.
@@ -112,6 +112,7 @@ impl<'a> Bounds<'a> {
             pipeline: Vec::new(),
             fused_loss: false,
             micro_batches: 1,
+            kind: StepKind::Synchronous,
             folded: false,
             snapshot: false,
             prefetch: 1,

@@ -90,7 +90,9 @@ impl TimeCategory {
             Action::Backward { .. } => TimeCategory::Backward,
             Action::Fold { .. } | Action::Clip { .. } | Action::Update { .. } => TimeCategory::Update,
             Action::Gather { .. } | Action::Release { .. } => TimeCategory::Gather,
-            Action::Reduce { .. } | Action::Tie { .. } | Action::Count { .. } => TimeCategory::Reduce,
+            Action::Reduce { .. } | Action::Tie { .. } | Action::Count { .. } | Action::Outer { .. } => {
+                TimeCategory::Reduce
+            }
             Action::Exchange { axis: Axis::Context, .. } => TimeCategory::Context,
             Action::Exchange { axis: Axis::Expert, .. } => TimeCategory::Expert,
             Action::Exchange { .. } => TimeCategory::Tensor,

@@ -1,6 +1,6 @@
 //! The instructions of a step: actions, the lanes they run on, and their effects on memory.
 
-use crate::{Axes, Axis};
+use crate::{Axes, Axis, Encoding};
 use serde::{Deserialize, Serialize};
 
 /// The amount of activations that a forward keeps for its backward.
@@ -252,6 +252,15 @@ pub enum Action {
         /// Index of the chunk. A unit has one chunk, unless its optimizer state lies in a tier.
         chunk: u32,
     },
+    /// The outer step of a unit: averages over replicas the change of their parameters since the
+    /// last outer step, applies the outer update to the parameters from then, and gives all
+    /// replicas the result.
+    Outer {
+        /// Index of the unit.
+        unit: u32,
+        /// Axis along which replicas train apart: [`Axis::Replicate`].
+        axis: Axis,
+    },
     /// Copies state from its tier to where it is used.
     Fetch {
         /// Index of the unit.
@@ -327,7 +336,7 @@ impl Action {
             | Action::Fold { .. }
             | Action::Clip { .. }
             | Action::Update { .. } => Lane::Compute,
-            Action::Count { .. } | Action::Reduce { .. } | Action::Tie { .. } => Lane::Reduce,
+            Action::Count { .. } | Action::Reduce { .. } | Action::Tie { .. } | Action::Outer { .. } => Lane::Reduce,
             Action::Send { .. } => Lane::Send,
             Action::Recv { .. } => Lane::Receive,
             Action::Exchange { .. } => Lane::Inner,
@@ -352,6 +361,7 @@ impl Action {
             Action::Exchange { .. } => "exchange",
             Action::Clip { .. } => "clip",
             Action::Update { .. } => "update",
+            Action::Outer { .. } => "outer",
             Action::Fetch { .. } => "fetch",
             Action::Evict { .. } => "evict",
             Action::Snapshot => "snapshot",
@@ -372,6 +382,7 @@ impl Action {
             | Action::Recv { unit, .. }
             | Action::Exchange { unit, .. }
             | Action::Update { unit, .. }
+            | Action::Outer { unit, .. }
             | Action::Fetch { unit, .. }
             | Action::Evict { unit, .. } => Some(unit),
             Action::Load { .. } | Action::Count { .. } | Action::Clip { .. } | Action::Snapshot => None,
@@ -471,6 +482,10 @@ pub struct Instruction {
     /// leaves the rank, and for a group of one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub bytes: u64,
+    /// The form of the message, where it is not that of its buffer; `bytes` are those before
+    /// encoding.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<Encoding>,
     /// Bytes of activations that are held only while the instruction runs: the ones that a backward
     /// recomputes.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -489,13 +504,27 @@ fn is_first(index: &u32) -> bool {
 }
 
 impl Instruction {
+    /// Bytes of the message between the ranks of `axis`, of a buffer of `bytes` f32 elements'
+    /// bytes.
+    pub fn sent_bytes(&self, axis: Axis, bytes: u64) -> u64 {
+        match self.encoding.filter(|encoding| encoding.is_over(axis)) {
+            Some(encoding) => encoding.codec.bytes(bytes / 4),
+            None => bytes,
+        }
+    }
+
     /// An instruction that waits for nothing, moves nothing and holds nothing.
     pub fn new(action: Action) -> Instruction {
-        Instruction { action, after: Vec::new(), bytes: 0, working_bytes: 0, effects: Vec::new() }
+        Instruction { action, after: Vec::new(), bytes: 0, encoding: None, working_bytes: 0, effects: Vec::new() }
     }
 
     pub(crate) fn moving(mut self, bytes: u64) -> Instruction {
         self.bytes = bytes;
+        self
+    }
+
+    pub(crate) fn encoded(mut self, encoding: Option<Encoding>) -> Instruction {
+        self.encoding = encoding.filter(|_| self.bytes > 0);
         self
     }
 

@@ -13,6 +13,7 @@
 mod builder;
 mod check;
 mod clocks;
+mod codec;
 mod exchange;
 mod instruction;
 mod layout;
@@ -34,6 +35,7 @@ mod update;
 mod windows;
 
 pub use check::{CheckError, Deadlock, check, check_ranks};
+pub use codec::{Codec, Encoding};
 pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Phase, State};
 pub use layout::{Change, Layout};
 pub use lower::{lower, lower_all, lower_rank, lower_stages};
@@ -45,8 +47,8 @@ pub use program::Program;
 pub use runnable::{Runnable, runnable};
 pub use split::{Border, SegmentShape, SplitShape, ValueShape};
 pub use strategy::{
-    Extent, Fresh, ModelShape, Offload, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM, StateBytes, Strategy,
-    StrategyError, Tier, UnitShape, chunk_elements, padded,
+    Extent, Fresh, ModelShape, Offload, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM, StateBytes, StepKind,
+    Strategy, StrategyError, Tier, UnitShape, chunk_elements, padded,
 };
 pub use streams::Streams;
 pub use table::{CellFault, Schedule, ScheduleTable, TableError, TurnTimes};

@@ -164,6 +164,8 @@ pub(crate) struct Lowering<'a> {
     pub(crate) pieces: Vec<(u32, u32)>,
     pub(crate) fetched: Vec<u32>,
     pub(crate) updated: usize,
+    /// The last outer step of a unit.
+    pub(crate) outer: Option<u32>,
 }
 
 /// The instructions that bring what a pass reads, where that is not on the rank.
@@ -198,6 +200,7 @@ impl<'a> Lowering<'a> {
             pipeline: pipeline.stretches.clone(),
             fused_loss: backward_follows(&passes, units as u32 - 1),
             micro_batches: accumulation,
+            kind: strategy.kind,
             folded: strategy.elastic,
             snapshot: strategy.snapshot,
             prefetch: strategy.prefetch,
@@ -279,6 +282,7 @@ impl<'a> Lowering<'a> {
             pieces: Vec::new(),
             fetched: Vec::new(),
             updated: 0,
+            outer: None,
             passes,
             program,
         })
@@ -317,7 +321,8 @@ impl<'a> Lowering<'a> {
             last = self.builder.push(load.taking(MemoryKind::Data, self.sizes.batch()), []);
         }
         // The message is two numbers: tokens and targets.
-        let count = Instruction::new(Action::Count { axis: Axis::Data }).moving(self.sizes.message(Axis::Data, 16));
+        let axis = self.strategy.kind.gradient_axis();
+        let count = Instruction::new(Action::Count { axis }).moving(self.sizes.message(axis, 16));
         self.counted = self.builder.push(count, [last]);
     }
 
@@ -578,11 +583,12 @@ impl<'a> Lowering<'a> {
                 complete = self.builder.push(fold.giving_back(MemoryKind::Gradients, merged * bytes), []);
             }
             let due = !self.strategy.elastic || micro_batch + 1 == self.strategy.accumulation_steps;
-            if due && self.sizes.mesh.degree(Axis::Data) > 1 {
+            let axis = self.strategy.kind.gradient_axis();
+            if due && self.sizes.mesh.degree(axis) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
                 let message = self.sizes.full(unit, self.strategy.bytes.reduce);
-                let mut reduce =
-                    Instruction::new(Action::Reduce { unit, accumulate, axis: Axis::Data }).moving(message);
+                let mut reduce = Instruction::new(Action::Reduce { unit, accumulate, axis }).moving(message);
+                reduce = reduce.encoded(self.strategy.gradients);
                 let mut needs = vec![complete];
                 if self.sizes.placement.fresh_gradients == Fresh::Transient {
                     reduce = reduce.giving_back(MemoryKind::Gradients, bytes);

@@ -1,6 +1,6 @@
 //! Programs as text.
 
-use crate::{Action, Axis, BackwardPart, Effect, Instruction, Keep, Layout, Memory, Phase, Program, State};
+use crate::{Action, Axis, BackwardPart, Effect, Encoding, Instruction, Keep, Layout, Memory, Phase, Program, State};
 use std::fmt;
 
 impl fmt::Display for Program {
@@ -89,6 +89,12 @@ fn details(instruction: &Instruction) -> String {
     if instruction.bytes > 0 {
         details.push(format!("moves {}", size(instruction.bytes)));
     }
+    if let Some(encoding) = &instruction.encoding {
+        let Encoding { codec, over, feedback } = encoding;
+        let sent = size(codec.bytes(instruction.bytes / 4));
+        let over = unless(*over, Axis::Data);
+        details.push(format!("as {codec}{over} {sent}{}", if *feedback { ", with feedback" } else { "" }));
+    }
     for effect in &instruction.effects {
         let sign = if effect.bytes < 0 { '-' } else { '+' };
         details.push(format!("{} {sign}{}", effect.kind.name(), size(effect.bytes.unsigned_abs())));
@@ -130,6 +136,7 @@ fn describe(program: &Program, action: Action) -> String {
         }
         Action::Tie { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Pipeline)),
         Action::Update { unit, chunk } => format!("{name} {}{}", unit_name(unit), part(program, unit, chunk)),
+        Action::Outer { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Replicate)),
         Action::Fetch { unit, state } => format!("{name} {}", state_name(program, unit, state)),
         Action::Evict { unit, state, write } => {
             format!("{} {}", if write { name } else { "drop" }, state_name(program, unit, state))

@@ -2,7 +2,7 @@
 
 use crate::{
     Action, Axes, Axis, BackwardPart, Effect, Extent, Instruction, Lane, MemoryKind, Mesh, Offload, Phase, Placement,
-    SplitShape, State, Stretch, Tier,
+    SplitShape, State, StepKind, Stretch, Tier,
 };
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -38,6 +38,9 @@ pub struct Program {
     pub fused_loss: bool,
     /// Number of micro-batches per step on this rank.
     pub micro_batches: u32,
+    /// The kind of the step.
+    #[serde(default, skip_serializing_if = "StepKind::is_synchronous")]
+    pub kind: StepKind,
     /// True if each micro-batch's gradient has a buffer of its own. The buffers are folded along a
     /// binary tree.
     pub folded: bool,
@@ -164,6 +167,14 @@ impl Program {
         let shards = self.placement.masters == Extent::Shard;
         let axes = [(Axis::Shard, shards), (Axis::Tensor, self.mesh.tp > 1), (Axis::Pipeline, self.mesh.pp > 1)];
         axes.into_iter().filter(|(_, differ)| *differ).map(|(axis, _)| axis).collect()
+    }
+
+    /// The ranks that take the norm together: all, or those of the rank's replica where replicas
+    /// train apart.
+    pub fn ranks_of_norm(&self) -> Vec<u32> {
+        let own = self.mesh.coordinates(self.rank).dp_replicate;
+        let here = |rank: &u32| self.kind.is_synchronous() || self.mesh.coordinates(*rank).dp_replicate == own;
+        (0..self.mesh.ranks()).filter(here).collect()
     }
 
     /// The tier of the state that an action fetches or evicts; None for other actions.

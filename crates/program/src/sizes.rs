@@ -149,6 +149,12 @@ impl<'a> Sizes<'a> {
         8 * (chunks + u64::from(self.mesh.data_parallel() * self.strategy.accumulation_steps))
     }
 
+    /// True if the norm takes several ranks. Replicas that train apart have one each.
+    pub fn exchanges_norm(&self) -> bool {
+        let replicas = if self.strategy.kind.is_synchronous() { 1 } else { self.mesh.dp_replicate };
+        self.mesh.ranks() > replicas
+    }
+
     /// Bytes of a message along `axis`. A group of one sends nothing.
     pub fn message(&self, axis: Axis, bytes: u64) -> u64 {
         if self.mesh.degree(axis) > 1 { bytes } else { 0 }

@@ -1,7 +1,7 @@
 //! The input of a lowering: the model's units, the strategy, and the placement of state that
 //! follows from them.
 
-use crate::{Keep, Mesh, PipelineSchedule, Schedule, SplitShape};
+use crate::{Axis, Encoding, Keep, Mesh, PipelineSchedule, Schedule, SplitShape};
 use serde::{Deserialize, Serialize};
 
 /// Number of elements in a chunk over which gradient norms are summed. Every shard is a whole
@@ -110,6 +110,35 @@ pub enum ReduceSchedule {
     PerMicroBatch,
 }
 
+/// The kind of a step. Replicas that train apart take inner steps, whose gradients are summed
+/// inside each replica only, and at intervals an outer step, which ends in one result for all.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StepKind {
+    /// Gradients are summed over all data ranks.
+    #[default]
+    Synchronous,
+    /// A step of each replica by itself.
+    Inner,
+    /// An inner step, and the outer step after it.
+    Outer,
+}
+
+impl StepKind {
+    /// The axis along which the gradients of a step are summed.
+    pub const fn gradient_axis(self) -> Axis {
+        match self {
+            StepKind::Synchronous => Axis::Data,
+            StepKind::Inner | StepKind::Outer => Axis::Shard,
+        }
+    }
+
+    /// True for synchronous steps.
+    pub fn is_synchronous(&self) -> bool {
+        *self == StepKind::Synchronous
+    }
+}
+
 /// A memory below the device's, to which state can be offloaded.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -177,6 +206,14 @@ pub struct Strategy {
     /// al. 2022). It matters for units whose shapes are not split; the layouts of split ones say it
     /// themselves.
     pub sequence_parallel: bool,
+    /// The kind of the step.
+    pub kind: StepKind,
+    /// The form of gradients on their way between ranks; None: `bytes.reduce` bytes per element.
+    pub gradients: Option<Encoding>,
+    /// The form of parameter changes on their way between replicas in an outer step; None: f32.
+    pub outer: Option<Encoding>,
+    /// True if outer steps have momentum.
+    pub outer_momentum: bool,
 }
 
 impl Strategy {
@@ -198,6 +235,10 @@ impl Strategy {
             pipeline: Schedule::default(),
             cuts: Vec::new(),
             sequence_parallel: false,
+            kind: StepKind::Synchronous,
+            gradients: None,
+            outer: None,
+            outer_momentum: true,
         }
     }
 }
@@ -252,7 +293,7 @@ impl Placement {
     pub fn of(mesh: &Mesh, strategy: &Strategy) -> Placement {
         let stage = if mesh.shard_degree() == 1 { 0 } else { strategy.zero_stage };
         let from = |first: u8| if stage >= first { Extent::Shard } else { Extent::Full };
-        let many = mesh.degree(crate::Axis::Data) > 1;
+        let many = mesh.degree(strategy.kind.gradient_axis()) > 1;
         let apart = stage >= 2 || many && strategy.reduce_schedule == ReduceSchedule::PerMicroBatch;
         Placement {
             parameters: from(3),
@@ -317,6 +358,17 @@ pub enum StrategyError {
     /// Elastic bits fold micro-batches before ranks, but gradients are reduced per micro-batch.
     #[error("elastic bits sum a rank's micro-batches first: reduce gradients once per step")]
     ElasticPerMicroBatch,
+    /// Replicas train apart, but state lies in a tier, which the outer step does not reach.
+    #[error(
+        "replicas that train apart keep parameters, optimizer state and gradients on the device: leave out their offload"
+    )]
+    LocalOffload,
+    /// Elastic bits do not depend on the number of ranks, but encoding gradients and training apart
+    /// do.
+    #[error(
+        "elastic bits need gradients that are summed exactly and in every step: leave out compression and local steps"
+    )]
+    ElasticApart,
     /// Experts are spread inside a shard group, and their degree does not divide it.
     #[error(
         "{experts} expert-parallel ranks do not divide the shard group of {shards}: raise dp_shard or cp to a multiple"
@@ -484,6 +536,13 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     }
     if strategy.elastic && strategy.reduce_schedule == ReduceSchedule::PerMicroBatch {
         return Err(StrategyError::ElasticPerMicroBatch);
+    }
+    if strategy.elastic && (strategy.gradients.is_some() || !strategy.kind.is_synchronous()) {
+        return Err(StrategyError::ElasticApart);
+    }
+    let Offload { optimizer, parameters, gradients, .. } = strategy.offload;
+    if !strategy.kind.is_synchronous() && (optimizer.is_some() || parameters.is_some() || gradients.is_some()) {
+        return Err(StrategyError::LocalOffload);
     }
     if mesh.ep > 1 && !shards.is_multiple_of(mesh.ep) {
         return Err(StrategyError::Experts { experts: mesh.ep, shards });

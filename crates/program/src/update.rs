@@ -2,7 +2,7 @@
 //! unit.
 
 use crate::lower::Lowering;
-use crate::{Action, Axis, Effect, Instruction, MemoryKind, State, Tier};
+use crate::{Action, Axis, Effect, Encoding, Instruction, MemoryKind, State, StepKind, Tier};
 
 impl Lowering<'_> {
     /// Emits the norm and then, unit by unit: fetch the optimizer state, update, pass the result on
@@ -20,7 +20,7 @@ impl Lowering<'_> {
         }
         let norm = self.sizes.norm(&self.trains);
         let clip = Instruction::new(Action::Clip { axes: self.program.axes_of_norm() })
-            .moving(self.sizes.message(Axis::World, norm));
+            .moving(if self.sizes.exchanges_norm() { norm } else { 0 });
         let sums = [self.reduces.last().copied(), self.sums_evicted.last().copied(), self.tied, tied];
         let clip = self.builder.push(clip, sums.into_iter().flatten());
         if fetches_gradients {
@@ -34,7 +34,7 @@ impl Lowering<'_> {
             updated = Some(self.update_piece(self.pieces[at]));
         }
         if self.strategy.snapshot {
-            self.builder.push(Instruction::new(Action::Snapshot), updated);
+            self.builder.push(Instruction::new(Action::Snapshot), updated.into_iter().chain(self.outer));
         }
     }
 
@@ -130,7 +130,7 @@ impl Lowering<'_> {
 
     /// Sends updated parameters to the ranks that hold a copy of them, and the copy to its tier.
     fn pass_on_update(&mut self, unit: u32, written: u32) {
-        let mut written = written;
+        let mut written = self.outer_step(unit, written);
         if self.sizes.placement.parameters != self.sizes.placement.masters {
             let gather = Instruction::new(Action::Gather { unit, over: self.sizes.mesh.shard_degree() });
             let message = self.sizes.full(unit, self.strategy.bytes.parameter);
@@ -140,6 +140,20 @@ impl Lowering<'_> {
             let evicted = self.drop_parameters(unit, written, true);
             self.copies_evicted.push(evicted);
         }
+    }
+
+    /// Emits the outer step of a unit whose inner update is `updated`, if the step has one. Returns
+    /// the instruction that completes the masters.
+    fn outer_step(&mut self, unit: u32, updated: u32) -> u32 {
+        if self.strategy.kind != StepKind::Outer {
+            return updated;
+        }
+        let axis = Axis::Replicate;
+        let changes = self.sizes.message(axis, self.sizes.held(unit, self.sizes.placement.masters, 4));
+        let outer = Instruction::new(Action::Outer { unit, axis }).moving(changes).encoded(self.strategy.outer);
+        let outer = self.builder.push(outer, [updated]);
+        self.outer = Some(outer);
+        outer
     }
 
     /// The memory that is held from the first instruction to the last.
@@ -153,7 +167,33 @@ impl Lowering<'_> {
             (MemoryKind::Gradients, offload.gradients, sum(&gradient)),
             (MemoryKind::Optimizer, offload.optimizer, sum(&|unit| self.sizes.optimizer(unit)[1])),
         ];
-        let here = effects.into_iter().filter(|(_, tier, bytes)| tier.is_none() && *bytes != 0);
+        let masters = |unit| self.sizes.held(unit, self.sizes.placement.masters, 4);
+        // The parameters of the last outer step and their momentum.
+        let copies = 1 + i64::from(self.strategy.outer_momentum);
+        let apart = if self.strategy.kind.is_synchronous() { 0 } else { copies * sum(&masters) };
+        let kept = [(MemoryKind::Optimizer, None, apart), (MemoryKind::Communication, None, self.residuals())];
+        let effects = effects.into_iter().chain(kept);
+        let here = effects.filter(|(_, tier, bytes)| tier.is_none() && *bytes != 0);
         here.map(|(kind, _, bytes)| Effect { kind, bytes }).collect()
+    }
+
+    /// Bytes of what a rank's encoded messages left out and its next ones add: of its contribution
+    /// to each sum, and of its share of each sum over replicas.
+    fn residuals(&self) -> i64 {
+        let mesh = self.sizes.mesh;
+        let (shards, replicas) = (u64::from(mesh.shard_degree()), u64::from(mesh.dp_replicate));
+        let with_feedback = |encoding: Option<Encoding>| encoding.filter(|encoding| encoding.feedback);
+        let of = |unit: u32| {
+            let whole = self.sizes.full(unit, 4);
+            let over_replicas = |part: u64| if replicas > 1 { part + part.div_ceil(replicas) } else { 0 };
+            let gradients = with_feedback(self.strategy.gradients).map_or(0, |encoding| {
+                let in_group = if shards > 1 && encoding.is_over(Axis::Shard) { whole } else { 0 };
+                let across = self.strategy.kind.is_synchronous();
+                in_group + if across { over_replicas(whole / shards) } else { 0 }
+            });
+            let outer = with_feedback(self.strategy.outer).filter(|_| !self.strategy.kind.is_synchronous());
+            gradients + outer.map_or(0, |_| over_replicas(self.sizes.held(unit, self.sizes.placement.masters, 4)))
+        };
+        self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64
     }
 }

@@ -4,6 +4,7 @@
 use crate::cluster::Cluster;
 use crate::collective::{Operation, collective_s, message_s, to_experts_s};
 use crate::constants::Constants;
+use crate::encoding::encoding_bytes;
 use crate::kernel::{Engine, Kernel};
 use crate::profile::Format;
 use crate::segments::SegmentShare;
@@ -115,7 +116,17 @@ impl Costs {
                 self.gather_of_tensors_s(mesh, unit, over, bytes, keep)
             }
             Action::Gather { over, .. } => self.collective(Operation::AllGather, bytes, over, mesh.tp),
-            Action::Reduce { .. } => self.reduce_s(mesh, bytes),
+            Action::Reduce { axis, .. } => {
+                self.reduce_s(mesh, instruction, axis) + self.stream_s(encoding_bytes(program, instruction))
+            }
+            Action::Outer { axis, .. } => {
+                let sent = instruction.sent_bytes(axis, instruction.bytes) as f64;
+                let stride = mesh.tp * mesh.shard_degree();
+                // The masters, the parameters of the last outer step and their momentum are read
+                // and written.
+                self.collective(Operation::AllReduce, sent, mesh.degree(axis), stride)
+                    + self.stream_s(6.0 * bytes + encoding_bytes(program, instruction))
+            }
             // The first and the last stage share the unit.
             Action::Tie { axis: Axis::Pipeline, .. } => {
                 self.collective(Operation::AllReduce, bytes, 2, mesh.stage_ranks())
@@ -185,7 +196,10 @@ impl Costs {
             Action::Gather { over, .. } if self.stack.gathers == Bundle::Queue => {
                 self.collective(Operation::AllGather, 1.0, over, program.mesh.tp)
             }
-            Action::Reduce { .. } if self.stack.reductions == Bundle::Queue => self.reduce_s(&program.mesh, 1.0),
+            Action::Reduce { axis, .. } if self.stack.reductions == Bundle::Queue => {
+                let smallest = Instruction { bytes: 1, encoding: None, ..instruction.clone() };
+                self.reduce_s(&program.mesh, &smallest, axis)
+            }
             _ => return 0.0,
         };
         latency * (1.0 - instruction.bytes as f64 / MESSAGE_BYTES).max(0.0)
@@ -289,13 +303,14 @@ impl Costs {
     }
 
     /// Seconds of a reduce-scatter inside the shard group and an all-reduce of the shard across
-    /// replicas.
-    fn reduce_s(&self, mesh: &Mesh, bytes: f64) -> f64 {
+    /// replicas, if gradients are summed over them.
+    fn reduce_s(&self, mesh: &Mesh, instruction: &Instruction, axis: Axis) -> f64 {
+        let sent = |over| instruction.sent_bytes(over, instruction.bytes) as f64;
         let shards = mesh.shard_degree();
-        let scatter = self.collective(Operation::ReduceScatter, bytes, shards, mesh.tp);
-        let replicas = mesh.degree(Axis::Replicate);
-        scatter
-            + self.collective(Operation::AllReduce, bytes / f64::from(shards), replicas, mesh.tp * mesh.shard_degree())
+        let scatter = self.collective(Operation::ReduceScatter, sent(Axis::Shard), shards, mesh.tp);
+        let replicas = if axis == Axis::Data { mesh.degree(Axis::Replicate) } else { 1 };
+        let part = sent(Axis::Replicate) / f64::from(shards);
+        scatter + self.collective(Operation::AllReduce, part, replicas, mesh.tp * mesh.shard_degree())
     }
 
     fn exchange_s(&self, mesh: &Mesh, collective: Collective, axis: Axis, bytes: f64) -> f64 {

@@ -24,7 +24,7 @@ const ARROWS: [(&str, &[&str]); 19] = [
     ("model", &["base", "tensor", "autograd", "program"]),
     ("program", &[]),
     ("record", &["base", "program"]),
-    ("comm", &["base", "cuda", "tensor"]),
+    ("comm", &["base", "cuda", "tensor", "program"]),
     ("data", &["base", "tensor"]),
     ("engine", &["base", "tensor", "autograd", "model", "program", "record", "comm", "data"]),
     ("sim", &["base", "tensor", "autograd", "model", "program"]),

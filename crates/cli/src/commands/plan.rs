@@ -5,6 +5,7 @@ mod from;
 pub(super) mod here;
 mod measured;
 mod mixtures;
+mod network;
 mod stacks;
 
 use super::advise::settings as advise_settings;
@@ -29,7 +30,9 @@ use trainyard_plan::{
 use trainyard_program::{Keep, MemoryKind, PipelineSchedule, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::measurement::Class;
-use trainyard_sim::{Cluster, Constants, Errors, Format, Generation, ProfileKind, Profiles, Stack, models};
+use trainyard_sim::{
+    Cluster, Constants, Errors, Format, Generation, NetworkLink, ProfileKind, Profiles, Stack, models,
+};
 
 /// Find the best plan for training a model on a cluster, with reasons.
 ///
@@ -140,6 +143,10 @@ pub struct Args {
     /// they are listed first. 0: no trials.
     #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
     trial_seconds: f64,
+    /// Compare update rules and codecs for replicas on machines like this one, with this network
+    /// between them: bandwidth and latency, e.g. 1Gbps,20ms.
+    #[arg(long, value_name = "LINK", requires = "config", conflicts_with = "cluster")]
+    network: Option<NetworkLink>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -174,7 +181,14 @@ pub fn run(args: &Args) -> Result<()> {
     if let (Some(path), None) = (&args.config, &args.cluster) {
         match args.asks_of_clusters() {
             None => {
-                if let Some(profile) = here::profile(args, path)? {
+                let profile = here::profile(args, path)?;
+                if let Some(link) = args.network {
+                    let Some(profile) = profile else {
+                        bail!("--network prices from a profile: run `trainyard calibrate` first")
+                    };
+                    return network::rules(args, path, &profile, link);
+                }
+                if let Some(profile) = profile {
                     return here::ways(args, path, &profile);
                 }
             }

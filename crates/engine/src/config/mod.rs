@@ -27,6 +27,7 @@ mod resolve;
 mod resolve_data;
 mod resolve_model;
 mod resolve_parallel;
+mod resolve_update;
 mod section;
 mod sections;
 mod sections_parallel;
@@ -44,6 +45,7 @@ pub use print::documentation;
 pub use resolve::{Derivation, Inputs, Limits, ModelShape, ModelSource, OptimizerSettings, Pretrained, Resolved, Rope};
 pub(crate) use resolve::{omp_num_threads, usual_sequence_length};
 pub use resolve_parallel::Parallel;
+pub use resolve_update::Apart;
 pub use section::{Key, Section};
 pub use sections::*;
 pub use sections_parallel::*;
@@ -118,6 +120,10 @@ config! {
     compute: ComputeSection,
     /// The ranks and the state that each of them keeps.
     parallel: ParallelSection,
+    /// The rule by which replicas come to one set of parameters.
+    update: UpdateSection,
+    /// The form of messages between ranks.
+    compression: CompressionSection,
     /// Limits on memory.
     memory: MemorySection,
     /// The tiers below the device's memory: host and disk.

@@ -5,7 +5,7 @@ use super::error::Problems;
 use super::mistaken::{hub_dataset, hub_model};
 use super::sections::*;
 use super::value::ConfigValue;
-use super::{Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
+use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -206,6 +206,10 @@ pub struct Resolved {
     pub schedule: Schedule,
     /// The ranks and the state that each of them keeps.
     pub parallel: Parallel,
+    /// The rule of replicas that train apart; None for synchronous steps.
+    pub apart: Option<Apart>,
+    /// The form of messages between ranks.
+    pub compression: crate::rank::Compression,
     /// Kernel threads of one rank.
     pub threads: usize,
     /// The rung of the kernel ladder.
@@ -265,6 +269,7 @@ impl Config {
         let batch = r.batch(parallel.data_degree());
         r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);
+        let (apart, compression) = r.exchanges(&parallel, batch);
         r.divisions(&parallel, batch, sequence_length, &model);
         let limits = r.limits(inputs, batch, sequence_length);
         let optimizer = r.optimizer();
@@ -291,6 +296,8 @@ impl Config {
             optimizer,
             schedule,
             parallel,
+            apart,
+            compression,
             threads,
             isa,
             validation,

@@ -1,4 +1,5 @@
-//! `[parallel]`: the ranks of a run and how they divide model, batch and state.
+//! `[parallel]`, `[update]` and `[compression]`: the ranks of a run, how they divide model, batch
+//! and state, and what they exchange when.
 
 use super::section::section;
 use super::sections::{Collectives, ReduceDtype, ReduceSchedule};
@@ -105,5 +106,103 @@ section! {
         /// Only 1 is supported.
         #[elsewhere("context_parallel_size", "cp_size")]
         context_parallel_degree: usize = 1;
+    }
+}
+
+choices! {
+    /// The rule by which replicas come to one set of parameters.
+    UpdateRule {
+        /// Gradients are summed over all ranks in every step.
+        Synchronous = "synchronous",
+        /// Each replica takes `every` steps by itself; then their parameters are averaged (Stich
+        /// 2019). The result differs from that of synchronous steps.
+        Local = "local",
+        /// As `local`, with the mean change as the gradient of an outer step with Nesterov momentum
+        /// (Douillard et al. 2023). The result differs from that of synchronous steps.
+        Diloco = "diloco",
+    }
+}
+
+section! {
+    /// The rule by which replicas come to one set of parameters: `data_parallel_replicate_degree`
+    /// of them, each with any layout inside.
+    UpdateSection = "update" {
+        /// The rule.
+        #[elsewhere("semi_sync_method")]
+        rule: UpdateRule = UpdateRule::Synchronous;
+        /// Steps that each replica takes by itself before their changes are averaged. The last step
+        /// of a run averages too. Unset, with a rule that trains apart: 50.
+        #[elsewhere("sync_steps", "sync_every", "local_steps")]
+        every: Option<usize> = None;
+        /// Learning rate of the outer step of `diloco`. Unset: 0.7.
+        #[elsewhere("outer_lr")]
+        outer_learning_rate: Option<f64> = None;
+        /// Nesterov momentum of the outer step of `diloco`. Unset: 0.9.
+        outer_momentum: Option<f64> = None;
+    }
+}
+
+choices! {
+    /// The form of messages between ranks.
+    CompressionCodec {
+        /// f32, or `parallel.reduce_dtype`.
+        None = "none",
+        /// 16 bits per element.
+        Bf16 = "bf16",
+        /// 8 bits per element, and a scale for each 256.
+        Int8 = "int8",
+        /// 4 bits per element, and a scale for each 256.
+        Int4 = "int4",
+        /// Signs, and the mean magnitude of each 256 (Seide et al. 2014).
+        OneBit = "one_bit",
+        /// The largest elements of each 4,096, in bf16, with their places (Lin et al. 2018).
+        TopK = "top_k",
+    }
+}
+
+choices! {
+    /// The messages that are encoded.
+    CompressionOver {
+        /// Those in a shard group and those between replicas.
+        All = "all",
+        /// Those between replicas, which are on different nodes as a rule.
+        Replicas = "replicas",
+    }
+}
+
+choices! {
+    /// The rounding between two codes of `int8` and `int4`.
+    RoundingOfCodes {
+        /// To the nearest.
+        Nearest = "nearest",
+        /// Up or down by chance, with the value as the mean.
+        Stochastic = "stochastic",
+    }
+}
+
+section! {
+    /// The form of gradients and of parameter changes while ranks exchange them. Each rank's
+    /// contribution is encoded, and sums are formed in f32. A sum that goes to other replicas is
+    /// encoded once more.
+    CompressionSection = "compression" {
+        /// The codec of gradients. It changes the result.
+        #[elsewhere("zero_quantized_gradients", "ddp_comm_hook", "communication_hook", "comm_backend_name")]
+        gradients: CompressionCodec = CompressionCodec::None;
+        /// The codec of parameter changes in outer steps, with `update.rule` `local` or `diloco`.
+        /// It changes the result.
+        #[elsewhere("should_quantize")]
+        outer: CompressionCodec = CompressionCodec::None;
+        /// The messages that are encoded.
+        over: CompressionOver = CompressionOver::All;
+        /// The share of elements that `top_k` sends. Unset: 0.01.
+        #[elsewhere("compress_ratio", "sparsity")]
+        top_k_density: Option<f64> = None;
+        /// Add to each message what the ones before left out. Takes 4 bytes per element of a rank's
+        /// gradient, and more with several replicas. Unset: true with `int4`, `one_bit` and
+        /// `top_k`.
+        #[elsewhere("use_error_feedback")]
+        error_feedback: Option<bool> = None;
+        /// The rounding between two codes of `int8` and `int4`.
+        rounding: RoundingOfCodes = RoundingOfCodes::Nearest;
     }
 }

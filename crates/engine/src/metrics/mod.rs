@@ -79,6 +79,10 @@ pub struct StepMetrics {
     /// The loss scale, in f16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
+    /// The drift between replicas that train apart, in a step that ends in an outer step: the root
+    /// mean square distance of their changes from the mean change, as a share of its length.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drift: Option<f64>,
     /// True if the update was skipped because the loss or the gradient was not finite.
     pub skipped: bool,
 }
@@ -346,6 +350,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     .map(|(tag, value)| (tag.to_owned(), value))
     .into();
     scalars.extend(m.mfu.map(|mfu| ("mfu(%)".to_owned(), 100.0 * mfu)));
+    scalars.extend(m.drift.map(|drift| ("drift".to_owned(), drift)));
     scalars.extend(m.loss_scale.map(|scale| ("loss_scale".to_owned(), scale)));
     scalars
         .extend(m.mem_peak.iter().map(|(purpose, bytes)| (format!("memory/max_{purpose}(GiB)"), *bytes as f64 / GIB)));
@@ -377,6 +382,7 @@ pub(crate) mod tests {
             predicted_step_s: Some(0.9),
             predicted_mem_peak_bytes: Some(3 << 29),
             loss_scale: None,
+            drift: None,
             skipped: false,
         }
     }

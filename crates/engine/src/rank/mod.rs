@@ -10,6 +10,7 @@
 //! Lanes share the rank without a lock around it. The program's dependencies ensure that no two
 //! lanes use the same unit's buffers at once. Each lane has its own links to other ranks.
 
+mod apart;
 mod events;
 mod exchanges;
 mod graphs;
@@ -21,18 +22,21 @@ mod pace;
 mod passes;
 mod step;
 
+pub(crate) use apart::NamedResidual;
 pub use graphs::{kept, stretch};
 pub use pace::Pace;
 pub use step::{Launches, StepOutcome, StepSettings};
 
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
+use crate::encoded::{CodeRounding, EncodedSums, Moment, UnitExtents};
 use crate::faults::Faults;
 use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
 use crate::health::SpikeLimits;
 use crate::lanes::{self, Handler};
-use crate::links::{ComputeLinks, GatherLinks, Link, Links, PipelineLinks, ReduceLinks};
+use crate::links::{ComputeLinks, GatherLinks, Link, Links, PipelineLinks, ReduceLinks, Reduction};
 use crate::optimizer::Optimizer;
+use crate::outer::{OuterSettings, OuterStep, master_range};
 use crate::positions::{Doing, Positions};
 use crate::precision::LossScaler;
 use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
@@ -40,14 +44,15 @@ use crate::tier::Tiers;
 use crate::{EngineError, Result};
 use events::Events;
 use graphs::Graphs;
+use serde::Serialize;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use step::RunningStep;
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_comm::{Communicator, Position};
-use trainyard_model::{Batch, Forward, Model, TensorSplit};
-use trainyard_program::{Action, Axis, Change, Instruction, Lane, Program};
+use trainyard_model::{Batch, Forward, Model, TensorSplit, UnitLayout};
+use trainyard_program::{Action, Axis, Change, Encoding, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device, Tensor};
@@ -81,6 +86,8 @@ pub struct Rank {
     seed: u64,
     /// The CUDA graph of the step's passes; None if every kernel is launched by itself.
     graphs: Option<Graphs>,
+    /// The state of outer steps; None if replicas do not train apart.
+    outer: Option<Mutex<OuterStep>>,
     /// The scales of 8-bit products; None if no products are 8-bit.
     fp8: Option<Mutex<Fp8State>>,
 }
@@ -116,6 +123,21 @@ pub struct RankSettings {
     pub seed: u64,
     /// True to capture a GPU's launches and replay them where possible.
     pub graphs: bool,
+    /// The form of gradients and of parameter changes on their way between ranks.
+    pub compression: Compression,
+    /// The rule of outer steps; None if replicas do not train apart.
+    pub outer: Option<OuterSettings>,
+}
+
+/// The form of messages between ranks. The default encodes nothing.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize)]
+pub struct Compression {
+    /// The encoding of gradients.
+    pub gradients: Option<Encoding>,
+    /// The encoding of parameter changes in outer steps.
+    pub outer: Option<Encoding>,
+    /// The rounding between two codes.
+    pub rounding: CodeRounding,
 }
 
 impl RankSettings {
@@ -131,6 +153,8 @@ impl RankSettings {
             scaler: LossScaler::none(),
             seed,
             graphs: false,
+            compression: Compression::default(),
+            outer: None,
         }
     }
 }
@@ -151,7 +175,8 @@ impl Rank {
         mut links: Links,
         settings: &RankSettings,
     ) -> Result<Rank> {
-        links.reduce.stage(device, &model, &holding, settings.reduce)?;
+        links.reduce.stage(device, &model, &holding, settings)?;
+        let outer = outer_step(device, &model, &holding, &links.reduce, settings)?;
         let parameters = ParameterState::zeros(device, &model, holding.clone(), settings.compute, &tiers)?;
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
         let gradients = GradientState::new(device, &model, holding.clone(), &tiers)?;
@@ -163,6 +188,7 @@ impl Rank {
         rank.undivided = undivided(&rank.model)?;
         rank.graphs = settings.graphs.then(Graphs::default);
         rank.fp8 = fp8.map(Mutex::new);
+        rank.outer = outer.map(Mutex::new);
         rank.initialise()?;
         Ok(rank)
     }
@@ -223,6 +249,7 @@ impl Rank {
             reduce_dtype,
             seed,
             graphs: None,
+            outer: None,
             fp8: None,
         }
     }
@@ -444,6 +471,9 @@ impl Rank {
     ) -> Result<StepOutcome> {
         let rank: &Rank = self;
         rank.gradients.begin_step();
+        if let Some(outer) = &rank.outer {
+            lock(outer).is_in_round = true;
+        }
         let step = &RunningStep::new(program, settings);
         let first = lock(step.ledger()).start();
         rank.take_for(&first, step)?;
@@ -634,9 +664,26 @@ impl Rank {
         links: &mut ReduceLinks,
     ) -> Result<()> {
         match instruction.action {
-            Action::Count { .. } => step.count(&links.data),
-            Action::Reduce { unit, accumulate, .. } => {
-                self.gradients.reduce(unit as usize, number as u32, accumulate, self.reduce_dtype, links)
+            Action::Count { .. } => step.count(&links.summed),
+            Action::Reduce { unit, accumulate, axis } => {
+                let is_of_unit =
+                    |earlier: &&Instruction| matches!(earlier.action, Action::Reduce { unit: of, .. } if of == unit);
+                let turn = step.program().instructions[..number].iter().filter(is_of_unit).count() as u32;
+                let at = Moment { step: step.settings().step, turn };
+                let number = number as u32;
+                let reduction = Reduction { over: axis, accumulate, dtype: self.reduce_dtype, number, at };
+                self.gradients.reduce(unit as usize, reduction, links)
+            }
+            Action::Outer { unit, .. } => {
+                let Some(outer) = &self.outer else { return Err(cannot(instruction.action)) };
+                let mut outer = lock(outer);
+                let at = Moment { step: step.settings().step, turn: 0 };
+                outer.step(unit as usize, &self.parameters, links, at)?;
+                let is_outer = |instruction: &Instruction| matches!(instruction.action, Action::Outer { .. });
+                if step.program().instructions.iter().rposition(is_outer) == Some(number) {
+                    step.set_drift(outer.end(links)?);
+                }
+                Ok(())
             }
             Action::Tie { unit, axis: Axis::Tensor } => {
                 self.gradients.sum_shared(unit as usize, &links.tensor, &links.shard)
@@ -645,6 +692,27 @@ impl Rank {
             other => Err(cannot(other)),
         }
     }
+}
+
+/// The state of outer steps that `settings` ask for.
+fn outer_step(
+    device: &Device,
+    model: &Model,
+    holding: &Holding,
+    links: &ReduceLinks,
+    settings: &RankSettings,
+) -> Result<Option<OuterStep>> {
+    let Some(outer) = settings.outer else { return Ok(None) };
+    let encoded = settings.compression.outer.map(|encoding| {
+        let extents = |unit: usize| {
+            let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);
+            UnitExtents::new(&layout, 0, master_range(model, holding, unit))
+        };
+        let units: Vec<_> = (0..model.units().len()).map(extents).collect();
+        let rounding = (settings.compression.rounding, settings.seed);
+        EncodedSums::new(device, units, encoding, rounding, &Link::default(), &links.replicate)
+    });
+    Ok(Some(OuterStep::new(device, model, holding, outer, encoded.transpose()?)?))
 }
 
 /// The model without divided rows; None if its rows are not divided.

@@ -38,7 +38,19 @@ impl Rank {
     /// Sets the masters of every parameter, then their compute copies. `set` is called once for
     /// each part that the rank holds, with the parameter, the range of its elements, and the tensor
     /// to write their values to. All ranks call this together.
-    pub fn set_masters(&mut self, mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+    pub fn set_masters(&mut self, set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        self.set_own_masters(set)?;
+        match &self.outer {
+            Some(outer) => lock(outer).begin_from(&self.parameters),
+            None => Ok(()),
+        }
+    }
+
+    /// As [`Rank::set_masters`], of this replica alone: the parameters of the last outer step stay.
+    pub(crate) fn set_own_masters(
+        &mut self,
+        mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>,
+    ) -> Result<()> {
         let links = lock(&self.compute_links);
         for number in (0..self.model.units().len()).filter(|unit| self.parameters.holds(*unit)) {
             let unit = self.parameters.unit(number);

@@ -42,6 +42,9 @@ pub struct StepOutcome {
     pub targets: u64,
     /// The global gradient norm before clipping.
     pub gradient_norm: f64,
+    /// The drift between replicas before an outer step: the root mean square distance of their
+    /// changes from the mean change, as a share of its length.
+    pub drift: Option<f64>,
     /// The way its forwards and backwards were launched.
     pub launches: Launches,
     /// A message to the user about the launches, when they change.
@@ -228,6 +231,11 @@ impl<'p> RunningStep<'p> {
         lock(&self.batches)[micro_batch as usize] = Some(batch);
     }
 
+    /// Sets the drift between replicas.
+    pub fn set_drift(&self, drift: f64) {
+        lock(&self.outcome).drift = Some(drift);
+    }
+
     /// Sets the way the passes of this step were launched, and a message about it.
     pub fn set_launches(&self, launches: Launches, note: Option<String>) {
         let mut outcome = lock(&self.outcome);
@@ -275,16 +283,19 @@ impl<'p> RunningStep<'p> {
         lock(&self.outcome).clone()
     }
 
-    /// Sums the tokens and targets of all micro-batches of all ranks. The loss is a mean over all
-    /// these targets, so every division of a batch gives the loss of the whole batch.
-    pub fn count(&self, data: &Link) -> Result<()> {
+    /// Sums the tokens and targets of all micro-batches of the ranks that sum gradients. The loss
+    /// is a mean over all these targets, so every division of a batch gives the loss of the whole
+    /// batch.
+    pub fn count(&self, summed: &Link) -> Result<()> {
         let mut counts = [0; 2];
         for batch in lock(&self.batches).iter().flatten() {
             counts[0] += batch.len() as u64;
             counts[1] += batch.counted as u64;
         }
-        data.sum_counts(&mut counts)?;
-        let [tokens, targets] = counts;
+        summed.sum_counts(&mut counts)?;
+        // Replicas that train apart have equally many tokens.
+        let apart = if self.program.kind.is_synchronous() { 1 } else { self.program.mesh.dp_replicate };
+        let [tokens, targets] = [counts[0] * u64::from(apart), counts[1]];
         // A program counts once.
         self.targets.set(targets).ok();
         let mut outcome = lock(&self.outcome);
@@ -366,12 +377,12 @@ impl Rank {
         };
         let squares = over_stages(chunks, &links.pipeline)?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
-        let losses = links.data.all_gather_numbers(&losses)?;
+        let losses = links.summed.all_gather_numbers(&losses)?;
         // Stages without the loss unit have zeros.
         let losses = sum_by_place(&links.pipeline.gather_lists(&losses)?);
         let amax = self.amax_over_ranks(&links)?;
         drop(links);
-        let exchanged = if step.program.mesh.ranks() > 1 { summed.elapsed() } else { Duration::ZERO };
+        let exchanged = if step.program.ranks_of_norm().len() > 1 { summed.elapsed() } else { Duration::ZERO };
 
         let core = &mut *lock(&self.core);
         let scale = core.scaler.scale();
@@ -409,7 +420,7 @@ impl Rank {
     fn amax_over_ranks(&self, links: &ComputeLinks) -> Result<Option<Vec<f32>>> {
         let Some(fp8) = &self.fp8 else { return Ok(None) };
         let own = lock(fp8).of_step()?;
-        let of_data = links.data.all_gather_numbers(&own)?;
+        let of_data = links.summed.all_gather_numbers(&own)?;
         // Ranks of a tensor-parallel group round parts of one matrix. A stage has zeros for the
         // layers of the others.
         let of_group = links.tensor.all_gather_numbers(&of_data)?;

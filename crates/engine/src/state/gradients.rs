@@ -7,7 +7,7 @@
 
 use super::{Holding, does_not_fit, lock, overlap};
 use crate::Result;
-use crate::links::{Link, ReduceLinks, reduce};
+use crate::links::{Link, ReduceLinks, Reduction, reduce};
 use crate::tier::{Lower, Stored, Tiers, aligned};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -303,16 +303,10 @@ impl GradientState {
     }
 
     /// Sums a unit's oldest fresh gradient over the data ranks. The result overwrites the resident
-    /// sum, or with `accumulate` is added to it. `number` is that of the instruction.
-    pub fn reduce(
-        &self,
-        unit: usize,
-        number: u32,
-        accumulate: bool,
-        dtype: DType,
-        links: &mut ReduceLinks,
-    ) -> Result<()> {
-        let unit = &self.units[unit];
+    /// sum, or is added to it.
+    pub fn reduce(&self, number: usize, reduction: Reduction, links: &mut ReduceLinks) -> Result<()> {
+        let unit = &self.units[number];
+        let accumulate = reduction.accumulate;
         let (mut fresh, resident) = {
             let mut state = lock(&unit.state);
             // The oldest is taken because the next micro-batch may have begun. Without any
@@ -326,7 +320,7 @@ impl GradientState {
         };
         unit.complete(&mut fresh)?;
         let own = self.holding.own(&unit.layout);
-        let sum = reduce(&mut fresh.flat, own.clone(), dtype, links)?;
+        let sum = reduce(number, &mut fresh.flat, own.clone(), reduction, links)?;
         let part = overlap(&own, &unit.range);
         let mut target = resident.view(part.start - unit.range.start, [part.len()])?;
         if !target.overlaps(&sum) {
@@ -335,7 +329,7 @@ impl GradientState {
         let mut state = lock(&unit.state);
         state.reduced = true;
         if !fresh.flat.overlaps(&resident) {
-            state.spent.push((number, fresh.flat));
+            state.spent.push((reduction.number, fresh.flat));
         }
         Ok(())
     }

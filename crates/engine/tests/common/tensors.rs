@@ -6,7 +6,7 @@ use trainyard_engine::checkpoint::Checkpoint;
 /// All tensors by part and name, as bytes.
 pub fn tensors(checkpoint: &Checkpoint) -> BTreeMap<String, Vec<u8>> {
     let mut all = BTreeMap::new();
-    for part in ["model", "optimizer"] {
+    for part in checkpoint.manifest().parts.keys() {
         for name in checkpoint.names(part) {
             let elements = checkpoint.entry(part, name).unwrap().elements();
             let mut bytes = vec![0; 4 * elements];

@@ -201,6 +201,7 @@ fn train_rank_as(
     let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
+    let outer = shape::outer_programs(resolved, &model_shape, &strategy, world.rank() as u32)?;
     let settings = shape::rank_settings(resolved);
     let prediction = predict(shape::model_of(resolved, spec, own)?, &program, &shape, &settings)?;
     let links = Links::new(&world, &program)?;
@@ -212,13 +213,17 @@ fn train_rank_as(
     let first = data_rank * resolved.batch.accumulation * rows;
     let (mut outcomes, mut gradients) = (Vec::new(), Parts::new());
     for step in 0..steps {
-        let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(0.5) };
+        let clip_norm = resolved.optimizer.clip_norm.map(|_| 0.5);
+        let settings = StepSettings { step, rate_factor: 1.0, clip_norm };
         let mut next = first;
         let next_batch = |device: &Device, model: &Model| {
             next += rows;
             load(device, model, step, next - rows, rows)
         };
-        outcomes.push(rank.execute(&program, settings, next_batch, |_, _| Ok(()))?);
+        let every = resolved.apart.map_or(1, |apart| apart.every);
+        let ends_a_round = (step + 1).is_multiple_of(every) || step + 1 == steps;
+        let program = outer.as_ref().filter(|_| ends_a_round).map_or(&program, |[outer, _]| outer);
+        outcomes.push(rank.execute(program, settings, next_batch, |_, _| Ok(()))?);
         if step == 0 && program.offload.gradients.is_none() {
             let read = |id| rank.read_gradient(id).and_then(|(range, values)| Ok((range, values.to_f32_vec()?)));
             gradients = parts_of(&rank, read)?;

@@ -83,6 +83,15 @@ const F16: &[&str] = &["precision.compute=f16"];
 const TWO: &[&str] = &["parallel.ranks=2"];
 const SHARDED: &[&str] = &["parallel.ranks=2", "parallel.zero_stage=3", "model.layers=3"];
 const TWO_OF_TWO: &[&str] = &["parallel.ranks=2", "training.accumulation_steps=2"];
+const APART: &[&str] = &["parallel.ranks=2", "update.rule=diloco", "update.every=2"];
+const INT8: &[&str] = &["parallel.ranks=2", "compression.gradients=int8"];
+const TOP_K: &[&str] = &["parallel.ranks=2", "compression.gradients=top_k"];
+const HYBRID_INT8: &[&str] = &[
+    "parallel.ranks=4",
+    "parallel.data_parallel_replicate_degree=2",
+    "parallel.zero_stage=3",
+    "compression.gradients=int8",
+];
 const STAGES: &[&str] = &["parallel.pipeline_parallel_degree=2", "training.accumulation_steps=4"];
 const ON_DISK: &[&str] = &["memory.offload.optimizer=disk"];
 const OFTEN: &[&str] = &["checkpoint.interval_steps=1", "checkpoint.keep_last=3"];
@@ -259,6 +268,16 @@ pub const ROWS: &[Row] = &[
         Program,
     ),
     row("parallel.context_parallel_degree", TWO, &["parallel.context_parallel_degree=2"], Refused("context")),
+    row("update.rule", TWO, &["update.rule=local"], Program),
+    row("update.every", APART, &["update.every=3"], Losses),
+    row("update.outer_learning_rate", APART, &["update.outer_learning_rate=0.5"], Losses),
+    row("update.outer_momentum", APART, &["update.outer_momentum=0.5"], Losses),
+    row("compression.gradients", TWO, &["compression.gradients=int8"], Program),
+    row("compression.outer", APART, &["compression.outer=int8"], Losses),
+    row("compression.over", HYBRID_INT8, &["compression.over=replicas"], Program),
+    row("compression.top_k_density", TOP_K, &["compression.top_k_density=0.1"], Program),
+    row("compression.error_feedback", INT8, &["compression.error_feedback=true"], Memory),
+    row("compression.rounding", INT8, &["compression.rounding=stochastic"], Losses),
     row("memory.limit", &["model.layers=12"], &["memory.limit=1MiB"], Refused("over memory.limit")),
     row("memory.offload.optimizer", &[], &["memory.offload.optimizer=disk"], Program),
     row("memory.offload.parameters", &[], &["memory.offload.parameters=disk"], Program),

@@ -38,7 +38,7 @@ impl Gradients {
                 units[unit as usize].expected += passes;
             }
         }
-        let many_ranks = program.mesh.degree(Axis::Data) > 1;
+        let many_ranks = program.mesh.degree(program.kind.gradient_axis()) > 1;
         Gradients { many_ranks, folded: program.folded, micro_batches: batches, units }
     }
 

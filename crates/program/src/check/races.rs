@@ -254,6 +254,9 @@ impl<'p> Touching<'p> {
                     self.changes.push(Thing::Parameters(unit));
                 }
             }
+            Action::Outer { unit, .. } => {
+                self.changes.extend([Thing::Optimizer(unit, 0), Thing::Parameters(unit)]);
+            }
             Action::Fetch { unit, state } | Action::Evict { unit, state, .. } => {
                 if matches!(state, State::Optimizer { .. }) {
                     let on_host = self.updates_on_host();

@@ -149,9 +149,10 @@ impl<'p> Simulation<'p> {
             Action::Gather { over, .. } => mesh.neighbours(rank, Axis::Shard, over).ranks,
             Action::Count { axis }
             | Action::Reduce { axis, .. }
+            | Action::Outer { axis, .. }
             | Action::Exchange { axis, .. }
             | Action::Tie { axis: axis @ Axis::Tensor, .. } => mesh.group(rank, axis).ranks,
-            Action::Clip { .. } => mesh.group(rank, Axis::World).ranks,
+            Action::Clip { .. } => self.programs[rank as usize].ranks_of_norm(),
             Action::Tie { unit, .. } => {
                 let holders = self.programs[rank as usize].holders(unit);
                 holders.iter().map(|stage| stage * mesh.stage_ranks() + rank % mesh.stage_ranks()).collect()
@@ -189,6 +190,6 @@ fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
         // Pipeline stages compute partial norms over units of their own, tensor-parallel ranks over
         // parts that may differ in size.
         (Action::Clip { axes }, Action::Clip { axes: others }) => axes == others,
-        _ => (a.action, a.bytes) == (b.action, b.bytes),
+        _ => (a.action, a.bytes, a.encoding) == (b.action, b.bytes, b.encoding),
     }
 }

@@ -5,7 +5,7 @@ use super::CheckError;
 use super::gradients::Gradients;
 use crate::{
     Action, Axis, BackwardPart, Collective, Effect, Extent, Fresh, Instruction, Keep, MemoryKind, Phase, Program,
-    SplitShape, State, Tier,
+    SplitShape, State, StepKind, Tier,
 };
 
 /// Executes `program` on a model of the rank's state.
@@ -64,6 +64,8 @@ struct Unit {
     evicted: u32,
     /// True once all chunks are updated.
     updated: bool,
+    /// True once its outer step is done.
+    averaged: bool,
     /// True while other ranks' parts of a whole copy are older than the update.
     stale: bool,
     /// The place of the gradient sum once it has been begun. Used where sums lie in a tier.
@@ -114,6 +116,7 @@ impl<'p> StepCheck<'p> {
             chunks_updated: 0,
             evicted: 0,
             updated: false,
+            averaged: false,
             stale: false,
             sum: Kept::Nothing,
         };
@@ -160,13 +163,15 @@ impl<'p> StepCheck<'p> {
             }
             Action::Clip { .. } => self.clip(),
             Action::Update { unit, chunk } => self.update(unit, chunk, instruction),
+            Action::Outer { unit, .. } => self.outer(unit),
             Action::Fetch { unit, state } => self.fetch(unit, state),
             Action::Evict { unit, state, write } => self.evict(unit, state, write),
             Action::Snapshot => {
                 must(self.program.snapshot, || "this program takes none".to_owned())?;
-                must(self.trains.iter().all(|unit| self.units[*unit as usize].updated), || {
-                    "some unit is not updated".to_owned()
-                })?;
+                let outer = self.program.kind == StepKind::Outer;
+                let done =
+                    |unit: &u32| self.units[*unit as usize].updated && self.units[*unit as usize].averaged == outer;
+                must(self.trains.iter().all(done), || "some unit is not updated".to_owned())?;
                 must(!std::mem::replace(&mut self.snapshot, true), || "again".to_owned())
             }
         }
@@ -417,6 +422,17 @@ impl<'p> StepCheck<'p> {
         Ok(())
     }
 
+    fn outer(&mut self, unit: u32) -> Verdict {
+        must(self.program.kind == StepKind::Outer, || "the step has no outer step".to_owned())?;
+        let placement = &self.program.placement;
+        let state = &mut self.units[unit as usize];
+        must(state.updated, || format!("unit {unit} is not updated"))?;
+        must(state.stale == (placement.parameters != placement.masters), || {
+            format!("the parameters of unit {unit} were passed on before their outer step")
+        })?;
+        must(!std::mem::replace(&mut state.averaged, true), || format!("unit {unit} again"))
+    }
+
     fn fetch(&mut self, unit: u32, what: State) -> Verdict {
         let here = || format!("that of unit {unit} is on the device already");
         let offload = &self.program.offload;
@@ -504,6 +520,9 @@ impl<'p> StepCheck<'p> {
         for unit in &self.trains {
             let (offload, state) = (&self.program.offload, &self.units[*unit as usize]);
             must(state.updated, || format!("unit {unit} was never updated"))?;
+            must(state.averaged == (self.program.kind == StepKind::Outer), || {
+                format!("unit {unit} has no outer step")
+            })?;
             must(!state.stale, || format!("unit {unit} has parts from before the update"))?;
             must(state.gathered == 0, || format!("unit {unit} is still gathered"))?;
             must(state.present == offload.parameters.is_none(), || format!("unit {unit} is not in its tier"))?;

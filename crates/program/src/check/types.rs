@@ -139,12 +139,17 @@ impl<'p> Types<'p> {
 
     fn apply(&mut self, action: Action) -> Verdict {
         match action {
-            Action::Count { axis } => must(axis == Axis::Data, || {
-                format!("targets differ over data ranks: their number is no sum over {}", axis.name())
+            Action::Count { axis } => must(axis == self.program.kind.gradient_axis(), || {
+                let differ = self.program.kind.gradient_axis().name();
+                format!("targets differ over {differ} ranks: their number is no sum over {}", axis.name())
             }),
-            Action::Reduce { axis, .. } => {
-                must(axis == Axis::Data, || format!("gradients are partial over data, and summed over {}", axis.name()))
-            }
+            Action::Reduce { axis, .. } => must(axis == self.program.kind.gradient_axis(), || {
+                let partial = self.program.kind.gradient_axis().name();
+                format!("gradients are partial over {partial}, and summed over {}", axis.name())
+            }),
+            Action::Outer { axis, .. } => must(axis == Axis::Replicate, || {
+                format!("replicas train apart, and changes are averaged over {}", axis.name())
+            }),
             Action::Tie { unit, axis } => self.tie(unit, axis),
             Action::Clip { axes } => self.norm(axes),
             Action::Exchange { collective, axis, unit, micro_batch, phase, border, times } => {

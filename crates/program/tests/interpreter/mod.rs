@@ -201,8 +201,10 @@ impl<'p> World<'p> {
             Action::Gather { over, .. } if over > 0 && mesh.shard_degree().is_multiple_of(over) => {
                 mesh.neighbours(rank, Axis::Shard, over).ranks
             }
-            Action::Count { axis } | Action::Reduce { axis, .. } => mesh.group(rank, axis).ranks,
-            Action::Clip { .. } => mesh.group(rank, Axis::World).ranks,
+            Action::Count { axis } | Action::Reduce { axis, .. } | Action::Outer { axis, .. } => {
+                mesh.group(rank, axis).ranks
+            }
+            Action::Clip { .. } => self.programs[rank as usize].ranks_of_norm(),
             Action::Tie { unit, .. } => {
                 let holders = self.programs[rank as usize].holders(unit);
                 holders.iter().map(|stage| stage * mesh.stage_ranks() + rank % mesh.stage_ranks()).collect()
@@ -221,6 +223,7 @@ impl<'p> World<'p> {
             Action::Count { .. } => self.count(&ranks)?,
             Action::Gather { unit, over } => self.gather(&ranks, unit as usize, over as usize)?,
             Action::Reduce { unit, accumulate, .. } => self.reduce(&ranks, unit as usize, accumulate)?,
+            Action::Outer { unit, .. } => self.outer(&ranks, unit as usize)?,
             Action::Clip { .. } => self.clip(&ranks)?,
             Action::Tie { unit, .. } => self.tie(&ranks, unit as usize)?,
             Action::Send { .. } => self.message(meeting)?,
@@ -338,8 +341,31 @@ impl<'p> World<'p> {
         Ok(())
     }
 
+    /// Gives all replicas one value for each part of a unit's masters, which depends on all of
+    /// theirs.
+    fn outer(&mut self, ranks: &[usize], unit: usize) -> Step<()> {
+        let apart: Vec<Parts> = ranks
+            .iter()
+            .map(|rank| there(&self.ranks[*rank].units[unit].masters[0], "the masters"))
+            .collect::<Step<_>>()?;
+        let one = |part: usize| -> Option<u64> {
+            let of = apart.iter().map(|parts| parts[part]).collect::<Option<Vec<u64>>>()?;
+            Some(mix(&of))
+        };
+        let masters: Parts = (0..self.shards()).map(one).collect();
+        for rank in ranks {
+            let state = &mut self.ranks[*rank].units[unit];
+            let mut copy = there(&state.parameters, "the copy to write to")?;
+            for (copy, master) in copy.iter_mut().zip(&masters).filter(|(_, master)| master.is_some()) {
+                *copy = master.map(|master| mix(&[master, 7]));
+            }
+            (state.masters[0], state.parameters) = (Some(masters.clone()), Some(copy));
+        }
+        Ok(())
+    }
+
     fn clip(&mut self, ranks: &[usize]) -> Step<()> {
-        let many = self.programs[0].mesh.degree(Axis::Data) > 1;
+        let many = self.programs[0].mesh.degree(self.programs[0].kind.gradient_axis()) > 1;
         let mut norm = 0u64;
         for rank in ranks {
             let own = self.own(*rank);

@@ -1,6 +1,7 @@
 //! The price of each instruction on a host while nothing else runs there.
 
 use super::HostLayout;
+use crate::encoding::encoding_bytes;
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
 use std::collections::{BTreeMap, HashMap};
 use trainyard_program::{Action, Axis, Collective, Extent, Group, Instruction, Lane, Mesh, Program, Tier};
@@ -126,6 +127,9 @@ impl<'p> HostPrices<'p> {
             Action::Fetch { .. } | Action::Evict { .. } => {
                 overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction.action)
             }
+            Action::Reduce { .. } | Action::Outer { .. } => {
+                overheads.instruction_s + encoding_bytes(program, instruction) / self.speeds.copy_bytes_per_s
+            }
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
             _ => overheads.instruction_s,
         }
@@ -154,19 +158,25 @@ impl<'p> HostPrices<'p> {
                 let group = self.spread(mesh, |rank| mesh.neighbours(rank, Axis::Shard, over));
                 (self.collective("all_gather", group, bytes), over)
             }
-            Action::Reduce { .. } => {
+            Action::Reduce { axis, .. } => {
                 let (shards, replicas) = (along(Axis::Shard), along(Axis::Replicate));
-                let scatter = self.collective("reduce_scatter", shards, bytes);
-                let sum = self.collective("all_reduce", replicas, bytes / f64::from(shards.ranks));
+                let sent = |over| instruction.sent_bytes(over, instruction.bytes) as f64;
+                let scatter = self.collective("reduce_scatter", shards, sent(Axis::Shard));
+                let part = sent(Axis::Replicate) / f64::from(shards.ranks);
+                let sum = if axis == Axis::Data { self.collective("all_reduce", replicas, part) } else { 0.0 };
                 (scatter + sum, shards.ranks.max(replicas.ranks))
             }
-            Action::Count { .. } => {
-                let data = along(Axis::Data);
+            Action::Outer { axis, .. } => {
+                let sent = instruction.sent_bytes(axis, instruction.bytes) as f64;
+                (self.collective("all_reduce", along(axis), sent), along(axis).ranks)
+            }
+            Action::Count { axis } => {
+                let data = along(axis);
                 (self.collective("all_reduce", data, bytes), data.ranks)
             }
             Action::Clip { .. } => {
                 // The norm's parts, if they are on several ranks, and then the losses.
-                let data = along(Axis::Data);
+                let data = along(program.kind.gradient_axis());
                 let losses = 8.0 * f64::from(program.micro_batches * data.ranks);
                 let parts = match program.placement.masters {
                     Extent::Full => 0.0,

@@ -1,0 +1,195 @@
+//! Resolves `[update]` and `[compression]`: how often ranks exchange what, and in what form.
+
+use super::resolve::Resolver;
+use super::sections::*;
+use super::sections_parallel::*;
+use super::{Batch, DeviceKind, Parallel};
+use crate::encoded::CodeRounding;
+use crate::outer::OuterSettings;
+use crate::rank::Compression;
+use serde::Serialize;
+use trainyard_program::{Axis, Codec, Encoding};
+
+/// The rule of replicas that train apart.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Apart {
+    /// Number of steps from one outer step to the next.
+    pub every: u64,
+    /// The outer step.
+    pub outer: OuterSettings,
+}
+
+/// The most steps between outer steps.
+const EVERY_MAX: u64 = 1 << 20;
+
+impl Resolver {
+    /// Resolves `[update]` and `[compression]`.
+    pub(super) fn exchanges(&mut self, parallel: &Parallel, batch: Batch) -> (Option<Apart>, Compression) {
+        let apart = self.update(parallel);
+        (apart, self.compression(parallel, apart, batch))
+    }
+
+    /// Resolves `[update]`; None for synchronous steps.
+    fn update(&mut self, parallel: &Parallel) -> Option<Apart> {
+        let UpdateSection { rule, every, outer_learning_rate, outer_momentum } = self.config.update.clone();
+        if rule == UpdateRule::Synchronous {
+            let because = "update.rule is \"synchronous\"";
+            self.unused("update.every", &every, because);
+            self.unused("update.outer_learning_rate", &outer_learning_rate, because);
+            self.unused("update.outer_momentum", &outer_momentum, because);
+            return None;
+        }
+        let refuse = |r: &mut Resolver, why: &str| r.problem("update.rule", format!("update.rule = \"{rule}\" {why}"));
+        if parallel.replicate == 1 {
+            refuse(
+                self,
+                "lets replicas train apart, and there is one: raise parallel.data_parallel_replicate_degree, or leave it at \"synchronous\"",
+            );
+        }
+        if self.config.precision.compute == Compute::F16 || self.config.precision.fp8 != Fp8Recipe::Off {
+            refuse(
+                self,
+                "needs replicas with the same scales, which f16 and fp8 adapt: use precision.compute bf16 or f32",
+            );
+        }
+        let offload = &self.config.offload;
+        if [offload.optimizer, offload.parameters, offload.gradients].iter().any(|tier| *tier != OffloadTier::None) {
+            refuse(self, "keeps parameters, optimizer state and gradients on the device: leave out memory.offload");
+        }
+        if self.config.training.elastic_bits {
+            refuse(
+                self,
+                "depends on the number of replicas, and training.elastic_bits must not: leave one of them out",
+            );
+        }
+        let because = "DiLoCo loses little quality up to 500, local steps up to some tens";
+        let every = self.settle("update.every", &every, 50, because);
+        self.count("update.every", Some(every as u64), 1, EVERY_MAX);
+        let every = (every as u64).clamp(1, EVERY_MAX);
+        let interval = self.config.evaluation.interval_steps;
+        if let Some(interval) = interval.filter(|interval| !interval.is_multiple_of(every)) {
+            let message = format!(
+                "evaluation.interval_steps = {interval} is no multiple of update.every = {every}: between outer steps there is no one model to \
+                 evaluate"
+            );
+            self.problem("evaluation.interval_steps", message);
+        }
+        if rule == UpdateRule::Local {
+            let because = "update.rule is \"local\", whose outer step is the mean";
+            self.unused("update.outer_learning_rate", &outer_learning_rate, because);
+            self.unused("update.outer_momentum", &outer_momentum, because);
+            return Some(Apart { every, outer: OuterSettings { learning_rate: 1.0, momentum: 0.0 } });
+        }
+        let because = "DiLoCo (Douillard et al. 2023)";
+        let learning_rate = self.settle("update.outer_learning_rate", &outer_learning_rate, 0.7, because);
+        self.positive("update.outer_learning_rate", Some(learning_rate));
+        let momentum = self.settle("update.outer_momentum", &outer_momentum, 0.9, because);
+        self.within("update.outer_momentum", momentum, 0.0, 1.0 - f64::EPSILON / 2.0);
+        Some(Apart { every, outer: OuterSettings { learning_rate, momentum } })
+    }
+
+    /// Resolves `[compression]`.
+    fn compression(&mut self, parallel: &Parallel, apart: Option<Apart>, batch: Batch) -> Compression {
+        let section = self.config.compression.clone();
+        let CompressionSection { gradients, outer, over, top_k_density, error_feedback, rounding } = section;
+        let used = [gradients, outer].into_iter().filter(|codec| *codec != CompressionCodec::None).collect::<Vec<_>>();
+        let is = |codec: CompressionCodec| used.contains(&codec);
+        if !is(CompressionCodec::TopK) {
+            self.unused("compression.top_k_density", &top_k_density, "no codec is \"top_k\"");
+        }
+        if used.is_empty() {
+            let because = "compression.gradients and compression.outer are \"none\"";
+            self.unused("compression.error_feedback", &error_feedback, because);
+            self.unused("compression.over", &(over != CompressionOver::All).then_some(()), because);
+        }
+        let by_chance = rounding == RoundingOfCodes::Stochastic;
+        if by_chance && !is(CompressionCodec::Int8) && !is(CompressionCodec::Int4) {
+            self.unused("compression.rounding", &Some(()), "only int8 and int4 round by chance");
+        }
+        if used.is_empty() {
+            return Compression::default();
+        }
+        let density = match is(CompressionCodec::TopK) {
+            true => self.settle("compression.top_k_density", &top_k_density, 0.01, "1 % (Lin et al. 2018)"),
+            false => 0.01,
+        };
+        self.within("compression.top_k_density", density, 1e-3, 1.0);
+        let codec = |codec: CompressionCodec| match codec {
+            CompressionCodec::None => None,
+            CompressionCodec::Bf16 => Some(Codec::Bf16),
+            CompressionCodec::Int8 => Some(Codec::Int8),
+            CompressionCodec::Int4 => Some(Codec::Int4),
+            CompressionCodec::OneBit => Some(Codec::OneBit),
+            CompressionCodec::TopK => {
+                let block = (Codec::TopK { kept: 1 }).block_elements() as f64;
+                Some(Codec::TopK { kept: (density * block).round().clamp(1.0, block) as u16 })
+            }
+        };
+        let (gradients, outer) = (codec(gradients), codec(outer));
+        let needs = [gradients, outer].into_iter().flatten().any(Codec::needs_feedback);
+        let because = if needs { "the codec drops much of a message" } else { "the codec's error is small" };
+        let feedback = self.settle("compression.error_feedback", &error_feedback, needs && !by_chance, because);
+        let over = if over == CompressionOver::All { Axis::Data } else { Axis::Replicate };
+        let encoding = |codec: Option<Codec>| codec.map(|codec| Encoding { codec, over, feedback });
+        let compression = Compression {
+            gradients: encoding(gradients),
+            outer: encoding(outer),
+            rounding: if by_chance { CodeRounding::Stochastic } else { CodeRounding::Nearest },
+        };
+        self.check_compression(parallel, apart.is_some(), batch, &compression);
+        compression
+    }
+
+    /// Rejects encodings that nothing would use, or that do not go with other settings.
+    fn check_compression(&mut self, parallel: &Parallel, apart: bool, batch: Batch, compression: &Compression) {
+        let Compression { gradients, outer, rounding } = *compression;
+        if let Some(encoding) = gradients {
+            // The ranks between which gradients travel in the form of the codec.
+            let across = if apart { 1 } else { parallel.replicate };
+            let ranks = across * if encoding.over == Axis::Data { parallel.shard } else { 1 };
+            if ranks == 1 {
+                let data = batch.data_parallel_degree;
+                let message = format!(
+                    "compression.gradients = \"{}\" has no effect: of {data} data ranks none exchange gradients in its form; set it to \"none\"",
+                    encoding.codec.name()
+                );
+                self.problem("compression.gradients", message);
+            }
+            if parallel.reduce_dtype != ReduceDtype::F32 {
+                let message =
+                    "compression.gradients and parallel.reduce_dtype both say how gradients travel: set one of them";
+                self.problem("compression.gradients", message);
+            }
+            if parallel.elastic {
+                let message = "training.elastic_bits needs sums that do not depend on the number of ranks, and encoded ones do: set \
+                               compression.gradients to \"none\"";
+                self.problem("compression.gradients", message);
+            }
+        }
+        if outer.is_some() && !apart {
+            let message = "compression.outer has no effect: update.rule is \"synchronous\", and there are no outer steps; set it to \"none\"";
+            self.problem("compression.outer", message);
+        }
+        let feedback = [gradients, outer].into_iter().flatten().any(|encoding| encoding.feedback);
+        if feedback && (parallel.tensor > 1 || parallel.pipeline > 1) {
+            let message = "compression.error_feedback keeps what each data rank left out, which tensor-parallel ranks and pipeline stages would hold \
+                           in parts: set it to false, or use a tensor and pipeline degree of 1";
+            self.problem("compression.error_feedback", message);
+        }
+        if feedback && self.config.precision.compute == Compute::F16 {
+            let message = "compression.error_feedback carries gradients from step to step, and the loss scale of f16 changes between them: use \
+                           precision.compute = \"bf16\" or \"f32\", or set it to false";
+            self.problem("compression.error_feedback", message);
+        }
+        if feedback && rounding == CodeRounding::Stochastic {
+            let message = "compression.rounding = \"stochastic\" is unbiased by itself and has no exact remainder: set \
+                           compression.error_feedback to false, or round to the nearest";
+            self.problem("compression.rounding", message);
+        }
+        if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
+            let message = "messages are encoded on processors only: with compute.device = \"cuda\" set compression.gradients and \
+                           compression.outer to \"none\"; parallel.reduce_dtype = \"bf16\" halves the traffic of gradients";
+            self.problem("compression.gradients", message);
+        }
+    }
+}

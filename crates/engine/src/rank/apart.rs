@@ -1,0 +1,110 @@
+//! State of a rank beside parameters and optimizer: that of outer steps, and residuals of encoded
+//! messages. [`crate::snapshot`] writes it to checkpoints under the names given here.
+
+use super::Rank;
+use crate::Result;
+use crate::encoded::{Residual, ResidualOf};
+use crate::state::{lock, overlap};
+use crate::tier::Stored;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use trainyard_autograd::ParamId;
+use trainyard_tensor::Tensor;
+
+/// A residual and its name behind that of a parameter.
+pub(crate) struct NamedResidual {
+    pub name: String,
+    pub residual: Residual,
+}
+
+impl Rank {
+    /// True if replicas train apart.
+    pub(crate) fn is_apart(&self) -> bool {
+        self.outer.is_some()
+    }
+
+    /// True if replicas may have different masters now.
+    pub(crate) fn is_in_round(&self) -> bool {
+        self.outer.as_ref().is_some_and(|outer| lock(outer).is_in_round)
+    }
+
+    /// Sets whether replicas may have different masters.
+    pub(crate) fn set_in_round(&mut self, is_in_round: bool) {
+        if let Some(outer) = &self.outer {
+            lock(outer).is_in_round = is_in_round;
+        }
+    }
+
+    /// True if outer steps have momentum.
+    pub(crate) fn has_outer_momentum(&self) -> bool {
+        self.outer.as_ref().is_some_and(|outer| lock(outer).has_momentum())
+    }
+
+    /// The elements of a parameter that this rank holds, of the last outer step; those of the
+    /// masters where replicas do not train apart.
+    pub(crate) fn common_parameters(&self, id: ParamId) -> Result<Vec<(Stored, usize)>> {
+        let Some(outer) = &self.outer else { return self.masters(id) };
+        let range = self.held_of(id);
+        Ok(vec![(Stored::Here(lock(outer).parameters(id.unit as usize, &range)?), range.len())])
+    }
+
+    /// The outer momentum of a parameter's elements that this rank holds; None without any.
+    pub(crate) fn outer_momentum(&self, id: ParamId) -> Result<Option<Tensor>> {
+        let Some(outer) = &self.outer else { return Ok(None) };
+        lock(outer).momentum(id.unit as usize, &self.held_of(id))
+    }
+
+    /// The elements of a unit's flat buffer that belong to a parameter and whose masters the rank
+    /// holds.
+    fn held_of(&self, id: ParamId) -> Range<usize> {
+        let unit = self.parameters.unit(id.unit as usize);
+        overlap(&unit.layout().range(id.index as usize), &unit.held_masters())
+    }
+
+    /// The residuals that this rank holds.
+    pub(crate) fn residuals(&self) -> Vec<NamedResidual> {
+        let links = lock(&self.reduce_links);
+        let replica = links.replicate.index();
+        let holding = self.parameters.holding();
+        let own = |unit: usize| {
+            let is_held = holding.holds(unit);
+            if is_held { holding.own(self.parameters.unit(unit).layout()) } else { 0..0 }
+        };
+        let masters = |unit: usize| self.parameters.unit(unit).held_masters();
+        let named = |prefix: &'static str| {
+            move |residual: Residual| {
+                let of = match residual.of {
+                    ResidualOf::Group => format!("rank.{}", holding.data.0),
+                    ResidualOf::Replica => format!("replica.{replica}"),
+                    ResidualOf::Sum => "sum".to_owned(),
+                };
+                NamedResidual { name: format!("{prefix}.{of}"), residual }
+            }
+        };
+        let mut all: Vec<NamedResidual> = Vec::new();
+        if let Some(encoded) = &links.encoded {
+            all.extend(encoded.residuals(replica, own).into_iter().map(named("residual")));
+        }
+        let outer = self.outer.as_ref().map(lock);
+        if let Some(encoded) = outer.as_ref().and_then(|outer| outer.encoded.as_ref()) {
+            all.extend(encoded.residuals(replica, masters).into_iter().map(named("outer_residual")));
+        }
+        all
+    }
+
+    /// The names of the residuals that all ranks hold together.
+    pub(crate) fn residual_names(&self) -> BTreeSet<String> {
+        let replicas = self.replica().1;
+        let ranks = self.parameters.holding().data.1;
+        let of_all = |named: NamedResidual| {
+            let prefix = named.name.split('.').next().unwrap_or_default().to_owned();
+            let (kind, count) = match named.residual.of {
+                ResidualOf::Group => ("rank", ranks),
+                ResidualOf::Replica => ("replica", replicas),
+                ResidualOf::Sum => return vec![named.name],
+            };
+            (0..count).map(|index| format!("{prefix}.{kind}.{index}")).collect()
+        };
+        self.residuals().into_iter().flat_map(of_all).collect()
+    }
+}

@@ -1,0 +1,105 @@
+//! Tests of replicas that train apart: local steps and DiLoCo.
+
+#[path = "common/train.rs"]
+mod common;
+
+use common::*;
+
+const SGD: &[&str] =
+    &["optimizer.name='sgd'", "optimizer.momentum=0", "optimizer.clip_norm=0", "precision.compute='f32'"];
+
+fn apart(ends: &[End], others: &[End]) -> f64 {
+    let (a, b) = (weights(ends), weights(others));
+    let pairs = a.iter().flatten().zip(b.iter().flatten());
+    pairs.map(|(a, b)| f64::from((f32::from_bits(*a) - f32::from_bits(*b)).abs())).fold(0.0, f64::max)
+}
+
+/// One inner step of SGD and a plain mean are data parallelism, to rounding.
+#[test]
+fn one_local_step_of_sgd_is_data_parallelism_to_rounding() {
+    for layout in [
+        &["parallel.ranks=2"][..],
+        &["parallel.ranks=4", "parallel.data_parallel_replicate_degree=2", "parallel.zero_stage=3"],
+        &["parallel.ranks=4", "parallel.data_parallel_replicate_degree=2", "parallel.zero_stage=1"],
+    ] {
+        let synchronous = train(&[SGD, layout].concat(), 8);
+        let start = train(&[SGD, layout].concat(), 1);
+        for rule in [
+            &["update.rule='local'", "update.every=1"][..],
+            &["update.rule='diloco'", "update.every=1", "update.outer_learning_rate=1", "update.outer_momentum=0"],
+        ] {
+            let local = train(&[SGD, layout, rule].concat(), 8);
+            let (error, moved) = (apart(&local, &synchronous), apart(&start, &synchronous));
+            assert!(error < 2e-6 && moved > 1e3 * error, "{rule:?} of {layout:?}: {error:e}, moved by {moved:e}");
+        }
+    }
+}
+
+/// Everything that ranks agree on in an outer step ends in the same bits on all replicas, in every
+/// layout inside a replica, with the predicted memory.
+#[test]
+fn replicas_end_alike_and_layouts_inside_them_change_no_bit() {
+    let rule = ["update.rule='diloco'", "update.every=3", "parallel.data_parallel_replicate_degree=2"];
+    for codec in
+        [&[][..], &["compression.outer='int8'"], &["compression.outer='one_bit'"], &["compression.outer='bf16'"]]
+    {
+        let mut reference = None;
+        for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
+            let sets = [&rule[..], codec, &["parallel.ranks=4", stage]].concat();
+            let ends = train(&sets, 7);
+            let result = weights(&ends);
+            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+            ends.iter().for_each(|end| check_memory(end, &sets));
+            let drifts: Vec<Option<f64>> = ends[0].outcomes.iter().map(|outcome| outcome.drift).collect();
+            let is_there: Vec<bool> = drifts.iter().map(Option::is_some).collect();
+            assert_eq!(is_there, [false, false, true, false, false, true, true]);
+            assert!(drifts.iter().flatten().all(|drift| *drift > 0.01 && *drift < 10.0), "{drifts:?}");
+        }
+    }
+}
+
+/// The tokens of all replicas are counted, though the loss is that of the first.
+#[test]
+fn replicas_apart_learn_about_as_much_as_together() {
+    let two = &["parallel.ranks=2", "parallel.data_parallel_replicate_degree=2"][..];
+    let together = train(two, 60);
+    for rule in [
+        &["update.rule='local'", "update.every=4"][..],
+        &["update.rule='diloco'", "update.every=10"],
+        &["update.rule='diloco'", "update.every=10", "compression.outer='int4'"],
+        &[
+            "update.rule='local'",
+            "update.every=4",
+            "parallel.pipeline_parallel_degree=2",
+            "parallel.ranks=4",
+            "training.accumulation_steps=2",
+        ],
+        &["update.rule='local'", "update.every=4", "parallel.tensor_parallel_degree=2", "parallel.ranks=4"],
+    ] {
+        let ends = train(&[two, rule].concat(), 60);
+        assert_eq!(ends[0].outcomes[0].tokens, together[0].outcomes[0].tokens, "{rule:?}");
+        let last = |ends: &[End]| ends[0].outcomes[50..].iter().map(|outcome| outcome.loss).sum::<f64>() / 10.0;
+        let (apart, together) = (last(&ends), last(&together));
+        assert!((apart / together - 1.0).abs() < 0.3, "{rule:?}: {apart} against {together}");
+    }
+}
+
+#[test]
+fn settings_that_do_not_go_with_training_apart_are_refused() {
+    let two = "parallel.ranks=2";
+    let cases: [(&[&str], &str); 8] = [
+        (&["update.rule='local'"], "there is one"),
+        (&[two, "update.every=4"], "update.rule is \"synchronous\""),
+        (&[two, "update.rule='local'", "update.outer_momentum=0.9"], "whose outer step is the mean"),
+        (&[two, "update.rule='diloco'", "update.every=0"], "at least 1"),
+        (&[two, "update.rule='diloco'", "precision.compute='f16'"], "f16 and fp8"),
+        (&[two, "update.rule='diloco'", "memory.offload.optimizer='disk'"], "leave out memory.offload"),
+        (&[two, "update.rule='diloco'", "training.elastic_bits=true"], "elastic_bits"),
+        (&[two, "update.rule='diloco'", "compression.gradients='int8'"], "has no effect"),
+    ];
+    for (sets, expected) in cases {
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        let error = resolve(&sets).unwrap_err().to_string();
+        assert!(error.contains(expected), "{sets:?}: {error}");
+    }
+}

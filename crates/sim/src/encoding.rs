@@ -1,0 +1,52 @@
+//! The work of encoding: bytes of memory that a rank reads and writes for the encoded messages of
+//! an instruction. Both price books turn them into seconds at the speed of a copy.
+
+use trainyard_program::{Axis, Codec, Instruction, Program};
+
+/// Bytes read and written to encode and decode the messages of `instruction`; 0 if they travel as
+/// they are.
+pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
+    let Some(encoding) = instruction.encoding else { return 0.0 };
+    let mesh = &program.mesh;
+    let (shards, replicas) = (f64::from(mesh.shard_degree()), f64::from(mesh.dp_replicate));
+    let reduces = matches!(instruction.action, trainyard_program::Action::Reduce { .. });
+    // A reduction's buffer is the whole unit, an outer step's is the part that replicas share.
+    let (in_group, elements) = match reduces {
+        true => (encoding.is_over(Axis::Shard) && shards > 1.0, instruction.bytes as f64 / 4.0 / shards),
+        false => (false, instruction.bytes as f64 / 4.0),
+    };
+    let across = replicas > 1.0 && !(reduces && program.kind.gradient_axis() == Axis::Shard);
+    let wire = encoding.codec.bytes(1 << 20) as f64 / f64::from(1 << 20);
+    // The residual is read and written. Choosing the largest elements takes several passes.
+    let passes = if matches!(encoding.codec, Codec::TopK { .. }) { 5.0 } else { 1.0 };
+    let encode = passes * (4.0 + if encoding.feedback { 8.0 } else { 0.0 }) + wire;
+    let decode = |messages: f64| messages * wire + 4.0;
+    let group = if in_group { shards * elements * encode + elements * decode(shards) } else { 0.0 };
+    // Each rank encodes its part for all replicas, adds up a share of it, encodes the sum of the
+    // share, and decodes the sums of all.
+    let share = elements / replicas;
+    let replicated = elements * encode + share * (decode(replicas) + encode) + elements * decode(1.0);
+    group + if across { replicated } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trainyard_program::{Encoding, Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+
+    #[test]
+    fn feedback_and_more_ranks_cost_more_and_no_codec_costs_nothing() {
+        let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1 << 20, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let work = |mesh: Mesh, gradients: Option<Encoding>| -> f64 {
+            let program = lower_rank(&model, &mesh, &Strategy { gradients, ..Strategy::new(2) }, 0).unwrap();
+            program.instructions.iter().map(|instruction| encoding_bytes(&program, instruction)).sum()
+        };
+        let int8 = |feedback| Some(Encoding { codec: Codec::Int8, over: Axis::Data, feedback });
+        assert_eq!(work(Mesh::data(4, 1), None), 0.0);
+        assert_eq!(work(Mesh::data(1, 1), int8(true)), 0.0);
+        let plain = work(Mesh::data(2, 1), int8(false));
+        assert!(plain > 0.0 && work(Mesh::data(2, 1), int8(true)) > plain);
+        assert!(work(Mesh::data(2, 2), int8(false)) > work(Mesh::data(1, 2), int8(false)));
+    }
+}
