@@ -2,6 +2,7 @@
 //! an earlier run.
 
 use super::config::{load, resolve};
+use super::dash;
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
 use crate::output::{Verbosity, chain, count, is_fault, memory, note, print};
 use crate::{choose, forecast, trial};
@@ -73,6 +74,9 @@ pub struct Args {
     /// srun.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
+    /// Also show the runs of run.directory in the browser, at an address that is printed.
+    #[arg(long)]
+    dash: bool,
     #[command(flatten)]
     verbosity: Verbosity,
     /// The file in which rank 0 writes the run's folder and its exit code, for the supervisor.
@@ -122,6 +126,7 @@ impl Args {
         self.resume.iter().for_each(|folder| option("--resume", folder.into()));
         self.checkpoint.iter().for_each(|choice| option("--checkpoint", choice.to_string().into()));
         self.data.iter().for_each(|path| option("--data", path.into()));
+        command.extend(self.dash.then(|| "--dash".into()));
         command.extend(self.change_model.then(|| "--change-model".into()));
         command.extend(self.verbosity.option().map(OsString::from));
         Ok(command)
@@ -244,6 +249,9 @@ fn train_rank(
             path: file.display().to_string(),
             source,
         })?;
+    }
+    if is_first && args.dash {
+        dash::beside_training(&session.folder);
     }
     if let Some(faults) = faults {
         session.rank.inject(Arc::clone(faults));
