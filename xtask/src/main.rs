@@ -1,5 +1,5 @@
-//! Every chore of the project: `cargo xtask test | tidy | bench | choices | equality | gpu |
-//! overlap | pictures | soak | validate`.
+//! Every chore of the project: `cargo xtask test | tidy | bench | choices | dashboard |
+//! equality | gpu | overlap | pictures | soak | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -9,6 +9,7 @@
 
 mod bench;
 mod choices;
+mod dashboard;
 mod equality;
 mod gpu;
 mod lexer;
@@ -49,6 +50,9 @@ enum Chore {
     /// Train every runnable way of small models and compare the fastest with what `--plan auto`
     /// picks.
     Choices(choices::Options),
+    /// Click through the dashboard of a live run in a headless Chromium, and hold its bars: first
+    /// paint, zoom, spikes, many runs, many watchers.
+    Dashboard(dashboard::Options),
     /// Train small models on every layout, compare them with one rank, and write the tables of
     /// docs/equality.md.
     Equality(equality::Options),
@@ -73,6 +77,7 @@ fn main() -> ExitCode {
         Chore::Bench(options) => bench::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
+        Chore::Dashboard(options) => dashboard::run(&root, &options),
         Chore::Equality(options) => equality::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),

@@ -7,7 +7,7 @@ use common::Folder;
 
 #[test]
 fn help_texts_are_as_agreed() {
-    let commands: [&[&str]; 30] = [
+    let commands: [&[&str]; 34] = [
         &[],
         &["train"],
         &["launch"],
@@ -28,6 +28,10 @@ fn help_texts_are_as_agreed() {
         &["calibrate"],
         &["plan"],
         &["program"],
+        &["dash"],
+        &["top"],
+        &["report"],
+        &["runs"],
         &["bench", "train"],
         &["bench", "kernels"],
         &["bench", "memory"],

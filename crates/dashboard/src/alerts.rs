@@ -89,7 +89,8 @@ pub fn of(inside: &Inside, run: &Run, summary: &Summary) -> Vec<Alert> {
     for event in events.iter().rev().take(EVENTS_MAX) {
         let word = |key: &str| event.get(key).and_then(Value::as_str).unwrap_or("").replace('_', " ");
         let value = event.get("value").and_then(Value::as_f64).map_or(String::new(), |value| format!(" of {value:.4}"));
-        let usual = event.get("usual").and_then(Value::as_f64).map_or(String::new(), |usual| format!(" (usual: {usual:.4})"));
+        let usual =
+            event.get("usual").and_then(Value::as_f64).map_or(String::new(), |usual| format!(" (usual: {usual:.4})"));
         let text = format!("{}{value}{usual}: {}", word("symptom"), word("reaction"));
         add(Level::Warning, event.get("step").and_then(Value::as_u64), text);
     }

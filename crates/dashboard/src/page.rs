@@ -36,7 +36,8 @@ pub fn with_data(title: &str, data: &serde_json::Value) -> String {
     // In a script, `</` could end it.
     let data = data.to_string().replace('<', "\\u003c");
     let style = format!("<style>{CSS}</style>");
-    let script = format!("<script type=\"application/json\" id=\"data\">{data}</script>\n<script>{}</script>", script());
+    let script =
+        format!("<script type=\"application/json\" id=\"data\">{data}</script>\n<script>{}</script>", script());
     HTML.replace("<link rel=\"icon\" href=\"icon.svg\">", "")
         .replace("<link rel=\"stylesheet\" href=\"style.css\">", &style)
         .replace("<script src=\"script.js\" defer></script>", "")

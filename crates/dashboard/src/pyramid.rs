@@ -36,8 +36,7 @@ pub struct Bucket {
 
 impl Bucket {
     /// The summary of nothing.
-    pub const EMPTY: Bucket =
-        Bucket { min: f64::INFINITY, max: f64::NEG_INFINITY, sum: 0.0, count: 0, not_finite: 0 };
+    pub const EMPTY: Bucket = Bucket { min: f64::INFINITY, max: f64::NEG_INFINITY, sum: 0.0, count: 0, not_finite: 0 };
 
     /// The summary of one value.
     pub fn of(value: f64) -> Bucket {

@@ -110,9 +110,9 @@ impl Registry {
                 make_tables(&mut connection)?;
                 Ok(connection)
             });
-            let result = opened.map_err(sqlite_error).and_then(|mut connection| {
-                update(&mut connection, &inside).map(|()| connection)
-            });
+            let result = opened
+                .map_err(sqlite_error)
+                .and_then(|mut connection| update(&mut connection, &inside).map(|()| connection));
             match result {
                 Ok(connection) => return Ok(Registry { connection, path, notices }),
                 Err(RegistryError::Sqlite { source, .. }) if is_damaged(&source) => {
@@ -152,7 +152,9 @@ impl Registry {
     ///
     /// SQLite does not understand it, or it would write.
     pub fn query(&self, sql: &str) -> Result<Rows, RegistryError> {
-        let error = |source: rusqlite::Error| RegistryError::Query(format!("{source} (tables: runs, config, metrics, environment)"));
+        let error = |source: rusqlite::Error| {
+            RegistryError::Query(format!("{source} (tables: runs, config, metrics, environment)"))
+        };
         self.connection.pragma_update(None, "query_only", true).map_err(error)?;
         let mut statement = self.connection.prepare(sql).map_err(error)?;
         if !statement.readonly() {
@@ -332,7 +334,9 @@ fn sql_of(value: &Value) -> rusqlite::types::Value {
     match value {
         Value::Null => Sql::Null,
         Value::Bool(value) => Sql::Integer(i64::from(*value)),
-        Value::Number(number) => number.as_i64().map_or_else(|| number.as_f64().map_or(Sql::Null, Sql::Real), Sql::Integer),
+        Value::Number(number) => {
+            number.as_i64().map_or_else(|| number.as_f64().map_or(Sql::Null, Sql::Real), Sql::Integer)
+        }
         Value::String(text) => Sql::Text(text.clone()),
         other => Sql::Text(other.to_string()),
     }
@@ -351,6 +355,7 @@ fn json_of(value: ValueRef<'_>) -> Value {
 fn code(error: &rusqlite::Error) -> Option<ErrorCode> {
     match error {
         rusqlite::Error::SqliteFailure(failure, _) => Some(failure.code),
+        rusqlite::Error::SqlInputError { error, .. } => Some(error.code),
         _ => None,
     }
 }
@@ -373,8 +378,11 @@ mod tests {
     fn make_run(root: &Path, name: &str, dim: u32, tps: f64) {
         let folder = root.join(name);
         std::fs::create_dir_all(&folder).unwrap();
-        std::fs::write(folder.join("config.toml"), format!("[model]\n# dim = {dim}  # preset\n[training]\nsteps = 2\n"))
-            .unwrap();
+        std::fs::write(
+            folder.join("config.toml"),
+            format!("[model]\n# dim = {dim}  # preset\n[training]\nsteps = 2\n"),
+        )
+        .unwrap();
         let record = format!("{{\"step\":2,\"loss\":2.5,\"tps\":{tps},\"mem_peak\":{{\"grads\":7}}}}\n");
         std::fs::write(folder.join("metrics.jsonl"), record).unwrap();
         std::fs::write(folder.join("environment.json"), "{\"version\":\"0.1.0\"}").unwrap();
@@ -393,7 +401,8 @@ mod tests {
         let run = &registry.runs().unwrap()[1];
         assert_eq!((&run["name"], &run["tps"], &run["config"]["model.dim"]), (&json!("b"), &json!(30.0), &json!(768)));
         assert_eq!((&run["metrics"]["mem_peak.grads"], &run["environment"]["version"]), (&json!(7.0), &json!("0.1.0")));
-        let sql = "SELECT r.name FROM runs r JOIN config c ON c.run = r.name WHERE c.key = 'model.dim' AND c.value = 64";
+        let sql =
+            "SELECT r.name FROM runs r JOIN config c ON c.run = r.name WHERE c.key = 'model.dim' AND c.value = 64";
         assert_eq!(registry.query(sql).unwrap().rows, [[json!("a")]]);
         drop(registry);
         std::fs::remove_dir_all(root.path().join("a")).unwrap();

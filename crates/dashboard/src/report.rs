@@ -65,7 +65,8 @@ pub fn html(folders: &[PathBuf]) -> Result<String, ReportError> {
             let bins = if number < METRICS_MANY { BINS } else { BINS_OF_MANY };
             curves.extend(curves_json(&runs, &[metric], (f64::NEG_INFINITY, f64::INFINITY), bins, Scale::Linear));
         }
-        let recorded: Vec<u64> = about["timeline_steps"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
+        let recorded: Vec<u64> =
+            about["timeline_steps"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
         let chosen = spread(&recorded, TIMELINES);
         let found = chosen.iter().map(|step| timelines.step(store.inside(), &runs[0], *step as f64));
         let found = found.collect::<Result<Vec<_>, _>>().map_err(ApiError::from)?;
@@ -101,7 +102,8 @@ mod tests {
         let folder = root.path().join("a");
         std::fs::create_dir(&folder).unwrap();
         std::fs::write(folder.join("config.toml"), "[model]\npreset = \"</script><b>\"\n").unwrap();
-        let records: String = (1..=9_000).map(|step| format!("{{\"step\":{step},\"loss\":{}}}\n", 1.0 / f64::from(step))).collect();
+        let records: String =
+            (1..=9_000).map(|step| format!("{{\"step\":{step},\"loss\":{}}}\n", 1.0 / f64::from(step))).collect();
         std::fs::write(folder.join("metrics.jsonl"), records).unwrap();
         let html = html(std::slice::from_ref(&folder)).unwrap();
         assert_eq!(html.matches("</script>").count(), 2);

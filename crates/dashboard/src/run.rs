@@ -299,7 +299,8 @@ pub fn settings(text: &str) -> BTreeMap<String, Value> {
             continue;
         }
         let setting = line.strip_prefix("# ").unwrap_or(line);
-        let is_key = |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
+        let is_key =
+            |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
         if !setting.split_once('=').is_some_and(|(key, _)| is_key(key.trim())) {
             continue;
         }

@@ -122,7 +122,9 @@ fn compare(value: &Value, with: &str) -> Option<Ordering> {
         (Value::Null, ..) => None,
         (_, Some(value), Some(with)) => value.partial_cmp(&with),
         // SQLite keeps true and false as numbers.
-        (_, Some(value), None) if with == "true" || with == "false" => value.partial_cmp(&f64::from(u8::from(with == "true"))),
+        (_, Some(value), None) if with == "true" || with == "false" => {
+            value.partial_cmp(&f64::from(u8::from(with == "true")))
+        }
         _ => Some(words(value).as_str().cmp(with)),
     }
 }
@@ -162,7 +164,11 @@ mod tests {
     }
 
     fn runs() -> Vec<Run> {
-        vec![run("a", json!(9.0), 64, "swiglu"), run("b", json!(10.5), 768, "gelu"), run("c", Value::Null, 1024, "gelu")]
+        vec![
+            run("a", json!(9.0), 64, "swiglu"),
+            run("b", json!(10.5), 768, "gelu"),
+            run("c", Value::Null, 1024, "gelu"),
+        ]
     }
 
     fn chosen(condition: &str) -> Result<String, SelectError> {

@@ -6,7 +6,9 @@ use crate::table::{Progress, Table};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use trainyard_base::lock;
 
 /// The files of records: the prefix of their metrics, their name, and the keys that place a record.
@@ -39,6 +41,8 @@ pub struct Run {
     pub folder: PathBuf,
     known: Mutex<(Mark, Option<Arc<Summary>>)>,
     tables: Mutex<RunTables>,
+    /// True while a thread reads a long file.
+    is_read: AtomicBool,
 }
 
 impl Store {
@@ -88,7 +92,13 @@ impl Store {
 impl Run {
     fn new(name: String, folder: PathBuf) -> Run {
         let tables = TABLES.iter().map(|(_, file, places)| Table::new(folder.join(file), places)).collect();
-        Run { name, folder, known: Mutex::default(), tables: Mutex::new(RunTables { tables }) }
+        Run {
+            name,
+            folder,
+            known: Mutex::default(),
+            tables: Mutex::new(RunTables { tables }),
+            is_read: AtomicBool::new(false),
+        }
     }
 
     /// The run in short. It is read again only if a file has changed, or may be still running.
@@ -123,6 +133,26 @@ impl Run {
             }
         }
         Ok(progress)
+    }
+
+    /// Reads everything on a thread of its own, so that nobody waits for a long file. Meanwhile the
+    /// tables have what was read so far.
+    pub fn read_beside(self: &Arc<Run>, inside: &Inside) {
+        if self.is_read.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (run, inside) = (Arc::clone(self), inside.clone());
+        let read = move || {
+            while let Ok(Progress::More) = run.read(&inside) {
+                // Whoever waits for the lock gets it.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            run.is_read.store(false, Ordering::Relaxed);
+        };
+        if std::thread::Builder::new().name("dashboard-reader".to_owned()).spawn(read).is_err() {
+            // Requests go on reading a part each.
+            self.is_read.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Calls `look` with the tables.

@@ -24,6 +24,9 @@ const RECORD_BYTES_MAX: usize = 32 << 20;
 /// Further columns of a file are left out.
 const COLUMNS_MAX: usize = 20_000;
 
+/// Numbers that are null where they are not finite. Another number that is null is not known.
+const NULL_IF_NOT_FINITE: [&str; 3] = ["loss", "grad_norm", "perplexity"];
+
 /// Bytes before the read position that must still be there.
 const ANCHOR_BYTES: u64 = 256;
 
@@ -255,6 +258,9 @@ impl Table {
             if let Some(rank) = places.iter().position(|key| *key == path).filter(|rank| *rank < place.0) {
                 place = (rank, value);
             }
+            if value.is_nan() && !NULL_IF_NOT_FINITE.contains(&path) {
+                return;
+            }
             // Records have their keys in the same order, so the next column is the likely one.
             let number = match names.get(expected).filter(|name| *name == path) {
                 Some(_) => expected,
@@ -315,4 +321,118 @@ fn read_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
         }
     }
     Ok(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::fs;
+
+    struct File(tempfile::TempDir, Inside, Table);
+
+    impl File {
+        fn new() -> File {
+            let folder = tempfile::tempdir().unwrap();
+            let inside = Inside::new(folder.path()).unwrap();
+            let table = Table::new(folder.path().join("metrics.jsonl"), &["step"]);
+            File(folder, inside, table)
+        }
+
+        fn append(&self, text: &str) {
+            use std::io::Write;
+            let mut file = fs::OpenOptions::new().create(true).append(true).open(&self.2.path).unwrap();
+            file.write_all(text.as_bytes()).unwrap();
+        }
+
+        fn replace(&self, text: &str) {
+            let new = self.0.path().join("new");
+            fs::write(&new, text).unwrap();
+            fs::rename(new, &self.2.path).unwrap();
+        }
+
+        fn read(&mut self) -> Vec<(f64, f64)> {
+            while self.2.read(&self.1).unwrap() == Progress::More {}
+            let table = &self.2;
+            let Some(column) = table.column("loss") else { return Vec::new() };
+            (0..table.len()).map(|n| (table.steps().get(n), column.values()[n])).collect()
+        }
+    }
+
+    fn record(step: u32, loss: f64) -> String {
+        format!("{{\"step\":{step},\"loss\":{loss}}}\n")
+    }
+
+    #[test]
+    fn a_file_is_read_as_it_grows_whatever_the_pieces() {
+        let mut file = File::new();
+        assert_eq!(file.read(), []);
+        let text: String = (1..=5).map(|step| record(step, f64::from(step) / 8.0)).collect();
+        for (at, _) in text.char_indices() {
+            file.append(&text[at..=at]);
+            let lines = text[..=at].matches('\n').count();
+            assert_eq!(file.read().len(), lines);
+        }
+        assert_eq!(file.read()[4], (5.0, 0.625));
+        assert_eq!(file.2.damaged(), 0);
+    }
+
+    #[test]
+    fn a_run_that_resumes_is_one_curve() {
+        let mut file = File::new();
+        file.append(&(1..=9).map(|step| record(step, 1.0)).collect::<String>());
+        assert_eq!(file.read().len(), 9);
+        // Its records are replaced up to the checkpoint, and go on from there.
+        file.replace(&(1..=4).map(|step| record(step, 1.0)).chain([record(5, 2.0)]).collect::<String>());
+        let expected = [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (4.0, 1.0), (5.0, 2.0)];
+        assert_eq!((file.read(), file.2.generation()), (expected.to_vec(), 1));
+        // Another program appends steps that are there already.
+        file.append(&(record(4, 3.0) + &record(5, 3.5)));
+        let expected = [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (4.0, 3.0), (5.0, 3.5)];
+        assert_eq!(file.read(), expected);
+        assert_eq!(file.2.column("loss").unwrap().range(0, 5).max, 3.5);
+    }
+
+    #[test]
+    fn records_may_differ_and_damaged_ones_are_counted() {
+        let mut file = File::new();
+        file.append("{\"step\":1,\"a\":1}\n\0\0\0\n{\"step\":2,\"loss\":null,\"b\":5,\"mfu\":null}\n{\"loss\":3}\n\n{\"step\":3,\"a\":9}\n");
+        let read = file.read();
+        assert!(read.len() == 3 && crate::pyramid::is_absent(read[0].1) && read[1].1.is_nan());
+        assert_eq!(
+            (file.2.damaged(), file.2.last("b"), file.2.last("a"), file.2.last("mfu")),
+            (2, Some(5.0), Some(9.0), None)
+        );
+        assert_eq!(file.2.curve("loss", 0.0, 9.0, 10, Scale::Linear).buckets.len(), 1);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+        // Whatever the zoom, each record in view is in exactly one bucket, and none is lost.
+        #[test]
+        fn every_zoom_has_every_record_once(
+            len in 1u32..3_000,
+            bins in 1usize..400,
+            ends in (0u32..3_000, 0u32..3_000),
+            is_log in any::<bool>(),
+        ) {
+            let mut file = File::new();
+            file.append(&(1..=len).map(|step| record(step, f64::from(step * 7 % 101))).collect::<String>());
+            let records = file.read();
+            let (from, to) = (f64::from(ends.0.min(ends.1)), f64::from(ends.0.max(ends.1)));
+            let scale = if is_log { Scale::Log } else { Scale::Linear };
+            let curve = file.2.curve("loss", from, to, bins, scale);
+            prop_assert!(curve.buckets.len() <= bins.max(1));
+            prop_assert!(curve.buckets.windows(2).all(|pair| pair[0].1 < pair[1].0));
+            let all: Vec<f64> = records.iter().filter(|(step, _)| (from - 1.0..=to + 1.0).contains(step)).map(|(_, loss)| *loss).collect();
+            let mut sum = Bucket::EMPTY;
+            curve.buckets.iter().for_each(|(.., bucket)| sum.add(bucket));
+            // A range beyond the last record shows that record.
+            let expected = if from > f64::from(len) + 1.0 { &records[records.len() - 1..] } else { &[] };
+            let mut whole = Bucket::EMPTY;
+            all.iter().chain(expected.iter().map(|(_, loss)| loss)).for_each(|loss| whole.add(&Bucket::of(*loss)));
+            prop_assert_eq!(sum, whole);
+        }
+    }
 }

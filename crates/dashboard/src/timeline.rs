@@ -126,7 +126,9 @@ impl Timelines {
     pub fn step(&self, inside: &Inside, run: &Run, step: f64) -> io::Result<Option<Timeline>> {
         let steps = self.steps(inside, run)?;
         let distance = |at: u64| (at as f64 - step).abs();
-        let Some(step) = steps.into_iter().min_by(|a, b| distance(*a).total_cmp(&distance(*b))) else { return Ok(None) };
+        let Some(step) = steps.into_iter().min_by(|a, b| distance(*a).total_cmp(&distance(*b))) else {
+            return Ok(None);
+        };
         let mut ranks = Vec::new();
         for (rank, path) in traces(&run.folder) {
             let found = self.with(inside, &path, |index, file| {

@@ -94,7 +94,8 @@ impl View {
             Line::from(vec![Span::styled("● ", Style::new().fg(colour)), Span::raw(format!("{step}{}", alert.text))])
         };
         frame.render_widget(Paragraph::new(self.alerts.iter().take(3).map(line).collect::<Vec<_>>()), notices);
-        let range = if self.share == 0 { "all steps".to_owned() } else { format!("the last {} %", 100.0 * SHARES[self.share]) };
+        let range =
+            if self.share == 0 { "all steps".to_owned() } else { format!("the last {} %", 100.0 * SHARES[self.share]) };
         frame.render_widget(Paragraph::new(format!("q ends   + - other range ({range})").dark_gray()), keys);
     }
 
@@ -280,7 +281,14 @@ mod tests {
     #[test]
     fn a_run_is_drawn_with_its_numbers_and_the_spike() {
         let screen = screen(110, 30);
-        for part in ["my-run", "● running", "step 2,000 of 4,000", "tokens/s 12,345", " 0.1118 … 90.0000 ", "1 steps were skipped"] {
+        for part in [
+            "my-run",
+            "● running",
+            "step 2,000 of 4,000",
+            "tokens/s 12,345",
+            " 0.1118 … 90.0000 ",
+            "1 steps were skipped",
+        ] {
             assert!(screen.contains(part), "{part} in\n{screen}");
         }
         // Above the rest of the curve there are dots of the spike alone.

@@ -50,7 +50,8 @@ fn around(run: &Path) -> &Path {
 pub fn split(run: &Path) -> Result<(PathBuf, String)> {
     // `runs/x/..` and links have names of their own.
     let real = run.canonicalize().with_context(|| format!("there is no folder {}", run.display()))?;
-    let name = real.file_name().and_then(|name| name.to_str()).with_context(|| format!("{} is no run", run.display()))?;
+    let name =
+        real.file_name().and_then(|name| name.to_str()).with_context(|| format!("{} is no run", run.display()))?;
     Ok((around(&real).to_owned(), name.to_owned()))
 }
 

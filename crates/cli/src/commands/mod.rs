@@ -18,6 +18,7 @@ pub mod launch;
 pub mod layouts;
 pub mod plan;
 pub mod program;
+pub mod records;
 pub mod report;
 pub mod runs;
 pub mod supervise;

@@ -22,8 +22,12 @@ pub fn run(args: &Args) -> Result<()> {
     let html = report::html(&args.runs)?;
     std::fs::write(&args.out, &html).with_context(|| format!("cannot write {}", args.out.display()))?;
     let size = format_bytes(html.len() as u64);
-    print(format_args!("{}: {} in {size}\n", args.out.display(), match args.runs.len() {
-        1 => "one run".to_owned(),
-        runs => format!("{runs} runs"),
-    }))
+    print(format_args!(
+        "{}: {} in {size}\n",
+        args.out.display(),
+        match args.runs.len() {
+            1 => "one run".to_owned(),
+            runs => format!("{runs} runs"),
+        }
+    ))
 }

@@ -48,7 +48,9 @@ pub fn run(args: &Args) -> Result<()> {
         let rows = registry.query(sql)?;
         return print(match (args.json, args.csv) {
             (true, _) => json(&objects(&rows))?,
-            (_, true) => csv(&rows.columns, &rows.rows.iter().map(|row| row.iter().map(words).collect()).collect::<Vec<_>>()),
+            (_, true) => {
+                csv(&rows.columns, &rows.rows.iter().map(|row| row.iter().map(words).collect()).collect::<Vec<_>>())
+            }
             _ => table(&rows.columns, &rows.rows.iter().map(|row| row.iter().map(words).collect()).collect::<Vec<_>>()),
         });
     }
@@ -100,7 +102,9 @@ fn listing(runs: &[Run], asked: Vec<Key>) -> String {
         ("mem_peak_bytes", "memory", |bytes| format_bytes(bytes as u64)),
         ("tokens", "tokens", format_count),
     ];
-    let is_usual = |key: &Key| ["name", "state", "step"].contains(&key.name.as_str()) || usual.iter().any(|(name, ..)| *name == key.name);
+    let is_usual = |key: &Key| {
+        ["name", "state", "step"].contains(&key.name.as_str()) || usual.iter().any(|(name, ..)| *name == key.name)
+    };
     let mut more: Vec<Key> = Vec::new();
     for key in asked {
         if !is_usual(&key) && !more.contains(&key) {
@@ -161,12 +165,15 @@ fn table(columns: &[String], rows: &[Vec<String>]) -> String {
     };
     let widths: Vec<usize> = (0..columns.len()).map(width).collect();
     let is_number = |text: &str| text.starts_with(|c: char| c.is_ascii_digit() || c == '-');
-    let right: Vec<bool> = (0..columns.len()).map(|index| rows.iter().all(|row| is_number(&row[index]) || row[index].is_empty())).collect();
+    let right: Vec<bool> = (0..columns.len())
+        .map(|index| rows.iter().all(|row| is_number(&row[index]) || row[index].is_empty()))
+        .collect();
     let mut text = String::new();
     for row in std::iter::once(columns).chain(rows.iter().map(Vec::as_slice)) {
-        let cells = row.iter().zip(widths.iter().zip(&right)).map(|(cell, (width, right))| {
-            if *right { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
-        });
+        let cells = row
+            .iter()
+            .zip(widths.iter().zip(&right))
+            .map(|(cell, (width, right))| if *right { format!("{cell:>width$}") } else { format!("{cell:<width$}") });
         text += cells.collect::<Vec<_>>().join("  ").trim_end();
         text.push('\n');
     }
@@ -190,6 +197,9 @@ mod tests {
     fn cells_are_quoted_where_they_must_be() {
         let cells = |cells: &[&str]| cells.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>();
         assert_eq!(csv(&cells(&["a", "b,c"]), &[cells(&["x\"y", "1"])]), "a,\"b,c\"\n\"x\"\"y\",1\n");
-        assert_eq!(table(&cells(&["run", "n"]), &[cells(&["a", "10"]), cells(&["bb", "9"])]), "run   n\na    10\nbb    9\n");
+        assert_eq!(
+            table(&cells(&["run", "n"]), &[cells(&["a", "10"]), cells(&["bb", "9"])]),
+            "run   n\na    10\nbb    9\n"
+        );
     }
 }

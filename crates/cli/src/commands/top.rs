@@ -22,7 +22,10 @@ pub fn run(args: &Args) -> Result<()> {
         bail!("there is no run in {}: it has neither config.toml nor metrics.jsonl", args.run.display())
     };
     if !std::io::stdout().is_terminal() {
-        bail!("top needs a terminal: for other programs there are `trainyard runs --json` and {}", args.run.join("metrics.jsonl").display());
+        bail!(
+            "top needs a terminal: for other programs there are `trainyard runs --json` and {}",
+            args.run.join("metrics.jsonl").display()
+        );
     }
     Ok(top::show(&store, &run)?)
 }

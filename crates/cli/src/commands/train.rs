@@ -2,8 +2,8 @@
 //! an earlier run.
 
 use super::config::{load, resolve};
-use super::dash;
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
+use super::{dash, records};
 use crate::output::{Verbosity, chain, count, is_fault, memory, note, print};
 use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
@@ -250,6 +250,9 @@ fn train_rank(
             source,
         })?;
     }
+    if is_first && let Err(error) = records::write_environment(&session.folder, session.world.size()) {
+        say(&warning(format_args!("the environment is not kept: {error}")));
+    }
     if is_first && args.dash {
         dash::beside_training(&session.folder);
     }
@@ -277,7 +280,13 @@ fn train_rank(
     // With sharded parameters all ranks are needed to generate.
     let samples = summary.ending == Ending::Complete && !verbosity.is_quiet();
     if samples && (is_first || session.rank.needs_others()) {
-        show(sample(&session)?)?;
+        let text = sample(&session)?;
+        if is_first && !text.is_empty() {
+            show(format!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt(&session)?.len()))?;
+            if let Err(error) = records::add_sample(&session.folder, session.state.step, &text) {
+                say(&warning(format_args!("the sample is not kept: {error}")));
+            }
+        }
     }
     show(result(&session, &summary))?;
     if !verbosity.is_quiet() {
@@ -506,8 +515,7 @@ fn sample(session: &Session) -> Result<String, EngineError> {
     })?;
     text += &decoder.finish();
     // A poorly trained byte-level model may write control characters that move a terminal's cursor.
-    let text = text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}");
-    Ok(format!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt.len()))
+    Ok(text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}"))
 }
 
 fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {

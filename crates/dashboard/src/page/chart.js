@@ -185,7 +185,7 @@ class Chart {
     pen.strokeStyle = theme.grid;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    const yTicks = ticks(y, 4, this.unit);
+    const yTicks = ticks(y, 5, this.unit);
     for (const tick of yTicks) {
       const at = Math.round(y.to(tick)) + 0.5;
       pen.beginPath();

@@ -122,7 +122,7 @@ function element(kind, attributes, ...children) {
     else if (name in made && typeof value !== "string") made[name] = value;
     else made.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
 

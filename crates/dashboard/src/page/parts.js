@@ -48,7 +48,7 @@ function chartSections(source, runs, names, filter) {
     runs.forEach((run) => present.forEach(([metric, style], index) => series.push({
       run: run.name, metric, style,
       colour: colourByMetric ? colour(index) : style === "dots" && isSingle ? colour(1) : style === "dashed" && isSingle ? themeColours().muted : run.colour,
-      name: isSingle ? (present.length > 1 ? metricTitle(metric) : metricTitle(metric)) : run.name + (style === "line" ? "" : ", " + metricTitle(metric).toLowerCase()),
+      name: isSingle ? metricTitle(metric) : run.name + (style === "line" ? "" : ", " + metricTitle(metric).toLowerCase()),
     })));
     const axis = present[0][0].startsWith("monitor.") ? "time" : "step";
     const chart = new Chart(source, { title, series, axis, unit: metricUnit(present[0][0]) });
@@ -104,10 +104,11 @@ function tile(title, value, note, quality) {
   return element("div.tile", null, element("span", null, title), element("b", null, value), note ? element("small" + (quality ? "." + quality : ""), null, note) : null);
 }
 
-function differenceText(measured, predicted) {
+function differenceText(measured, predicted, unit) {
   if (!measured || !predicted) return null;
   const share = 100 * (measured / predicted - 1);
-  return `${share < 0 ? "−" : "+"}${Math.abs(share).toFixed(1)} % of predicted`.replace("% of", "% against");
+  if (Math.abs(share) < 0.05) return "as predicted";
+  return `predicted ${formatUnit(predicted, unit)} (${share < 0 ? "−" : "+"}${Math.abs(share).toFixed(Math.abs(share) < 10 ? 1 : 0)} %)`;
 }
 
 function tiles(details) {
@@ -126,11 +127,11 @@ function tiles(details) {
   if (last.tps !== undefined) list.push(tile("Tokens per second", formatCount(last.tps), last.tokens === undefined ? null : formatCount(last.tokens) + " tokens so far"));
   if (last.mfu !== undefined && Number.isFinite(last.mfu)) list.push(tile("Utilisation", formatUnit(last.mfu, "share"), last.tflops === undefined ? null : formatNumber(last.tflops, 3) + " TFLOP/s"));
   if (stepS) {
-    const text = differenceText(stepS, last.predicted_step_s);
+    const text = differenceText(stepS, last.predicted_step_s, "s");
     list.push(tile("Step time", formatSeconds(stepS), text, text && stepS > 1.2 * last.predicted_step_s ? "off" : ""));
   }
   if (last.mem_peak_bytes !== undefined) {
-    const text = differenceText(last.mem_peak_bytes, last.predicted_mem_peak_bytes);
+    const text = differenceText(last.mem_peak_bytes, last.predicted_mem_peak_bytes, "bytes");
     list.push(tile("Peak memory", formatBytes(last.mem_peak_bytes), text, text && last.mem_peak_bytes > 1.05 * last.predicted_mem_peak_bytes ? "off" : ""));
   }
   return element("div.tiles", null, list);

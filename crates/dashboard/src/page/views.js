@@ -64,7 +64,6 @@ class RunView {
     this.app = app;
     this.name = name;
     this.box = element("div.view", null, element("p.empty", null, "…"));
-    this.parts = element("div.parts", null);
     this.render();
   }
 
@@ -80,7 +79,6 @@ class RunView {
     this.metrics = details.metrics;
     removeCharts(this.box);
     if (this.timeline) this.timeline.remove();
-    const index = [...app.runs.keys()].indexOf(name);
     this.head = element("div", null);
     this.notices = element("div.parts.two", null);
     this.showHead(details);
@@ -93,7 +91,6 @@ class RunView {
     this.timeline = details.timeline_steps.length ? new TimelineView(app.source, name, details.timeline_steps) : null;
     this.box.replaceChildren(this.head, this.notices, controls(null), ...chartSections(app.source, [run], details.metrics, ""),
       ...[this.timeline && this.timeline.box, bars, sampleCard(details.samples), settingsCard("Settings", [config], Object.keys(details.config))].filter(Boolean));
-    if (index < 0) this.box.prepend();
   }
 
   showHead(details) {

@@ -39,7 +39,7 @@ const CURVES_MAX: usize = 4_000;
 const BINS_MAX: usize = 8_000;
 /// Buckets of a curve if the request does not say.
 const BINS: usize = 800;
-/// Time that a request may spend on reading what was appended. A long file is read in several requests.
+/// Time that a request may spend on reading what was appended. The rest is read beside.
 const READ_TIME: Duration = Duration::from_millis(60);
 /// The largest file of texts that is shown.
 const TEXT_BYTES_MAX: u64 = 4 << 20;
@@ -90,7 +90,7 @@ pub fn answer(path: &str, query: &str, store: &Store, timelines: &Timelines) -> 
     let json = |value: Value| Answer { kind: "application/json", text: value.to_string() };
     Ok(match path {
         "/api/runs" => json(runs_json(store, None)?),
-        "/api/run" => json(details_json(store, &*run(store, query.one("run")?)?, timelines)?),
+        "/api/run" => json(details_json(store, &run(store, query.one("run")?)?, timelines)?),
         "/api/curves" => json(curves(store, &query)?),
         "/api/timeline" => {
             let run = run(store, query.one("run")?)?;
@@ -173,7 +173,7 @@ pub fn curves_json(
 /// # Errors
 ///
 /// A file cannot be read.
-pub fn details_json(store: &Store, run: &Run, timelines: &Timelines) -> Result<Value, ApiError> {
+pub fn details_json(store: &Store, run: &Arc<Run>, timelines: &Timelines) -> Result<Value, ApiError> {
     let inside = store.inside();
     let progress = read_some(store, run)?;
     let summary = run.summary(inside)?;
@@ -230,7 +230,9 @@ pub fn runs_json(store: &Store, names: Option<&[String]>) -> Result<Value, ApiEr
         run
     });
     let runs: Vec<Value> = runs.collect();
-    Ok(json!({"folder": store.inside().root().file_name().map(|name| name.to_string_lossy()), "runs": runs, "differing": differing}))
+    Ok(
+        json!({"folder": store.inside().root().file_name().map(|name| name.to_string_lossy()), "runs": runs, "differing": differing}),
+    )
 }
 
 /// The settings that are not the same in all runs.
@@ -250,12 +252,16 @@ fn run(store: &Store, name: &str) -> Result<Arc<Run>, ApiError> {
     store.run(name)?.ok_or_else(|| ApiError::Run(name.chars().take(80).collect()))
 }
 
-/// Reads on for a short time.
-fn read_some(store: &Store, run: &Run) -> Result<Progress, ApiError> {
+/// Reads on for a short time; a long file is read further beside.
+fn read_some(store: &Store, run: &Arc<Run>) -> Result<Progress, ApiError> {
     let start = Instant::now();
     loop {
         let progress = run.read(store.inside())?;
-        if progress == Progress::Done || start.elapsed() > READ_TIME {
+        if progress == Progress::Done {
+            return Ok(progress);
+        }
+        if start.elapsed() > READ_TIME {
+            run.read_beside(store.inside());
             return Ok(progress);
         }
     }
@@ -283,7 +289,12 @@ struct Query<'a>(Vec<(Cow<'a, str>, Cow<'a, str>)>);
 impl<'a> Query<'a> {
     fn parse(text: &'a str) -> Query<'a> {
         let pairs = text.split('&').filter(|pair| !pair.is_empty());
-        Query(pairs.map(|pair| pair.split_once('=').unwrap_or((pair, ""))).map(|(k, v)| (decoded(k), decoded(v))).collect())
+        Query(
+            pairs
+                .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
+                .map(|(k, v)| (decoded(k), decoded(v)))
+                .collect(),
+        )
     }
 
     fn all(&self, name: &str) -> impl Iterator<Item = &str> {

@@ -56,7 +56,8 @@ impl Guard {
             None if host.is_loopback() => Ok(Guard::Loopback),
             None => {
                 let mut random = [0; 16];
-                getrandom::fill(&mut random).map_err(|error| ServeError::Start(std::io::Error::other(error.to_string())))?;
+                getrandom::fill(&mut random)
+                    .map_err(|error| ServeError::Start(std::io::Error::other(error.to_string())))?;
                 Ok(Guard::Token(random.iter().map(|byte| format!("{byte:02x}")).collect()))
             }
             Some(token) => {

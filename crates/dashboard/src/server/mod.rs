@@ -261,7 +261,8 @@ async fn route(request: &Request<Incoming>, shared: &Arc<Shared>, pulse: Arc<Pul
     let query = request.uri().query().unwrap_or("").to_owned();
     let shared = Arc::clone(shared);
     // Files are read elsewhere, so that a large one makes nobody else wait.
-    let answer = tokio::task::spawn_blocking(move || api::answer(&path, &query, &shared.store, &shared.timelines)).await;
+    let answer =
+        tokio::task::spawn_blocking(move || api::answer(&path, &query, &shared.store, &shared.timelines)).await;
     match answer {
         Ok(Ok(answer)) => text(StatusCode::OK, answer.kind, answer.text),
         Ok(Err(error)) => text(error.status(), "text/plain; charset=utf-8", error.to_string()),
