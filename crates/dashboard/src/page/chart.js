@@ -4,7 +4,7 @@
 // line goes through its means. So a spike of one record is seen at every zoom, and smoothing, which
 // changes the line alone, hides none.
 
-const GUTTER = { left: 54, right: 10, top: 8, bottom: 22 };
+const GUTTER = { left: 60, right: 10, top: 8, bottom: 22 };
 const charts = new Set();
 
 // What all charts share: zoom of each kind of horizontal axis, scales, smoothing, the pointer's place.
@@ -213,11 +213,13 @@ class Chart {
     if (one.style === "dots") {
       pen.fillStyle = ink;
       pen.strokeStyle = themeColours().card;
-      pen.lineWidth = 1.5;
+      // Many dots are small, so that the curve below stays to be seen.
+      const radius = Math.max(1.5, Math.min(3.5, 100 / first.length));
+      pen.lineWidth = radius / 2.4;
       for (let i = 0; i < first.length; i++) {
         if (Number.isNaN(mean[i])) continue;
         pen.beginPath();
-        pen.arc(middle(i), y.to(mean[i]), 3.5, 0, 2 * Math.PI);
+        pen.arc(middle(i), y.to(mean[i]), radius, 0, 2 * Math.PI);
         pen.fill();
         pen.stroke();
       }
