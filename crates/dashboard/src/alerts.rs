@@ -64,11 +64,11 @@ pub fn of(inside: &Inside, run: &Run, summary: &Summary) -> Vec<Alert> {
             add(Level::Note, None, text);
         }
     }
-    if let (Some(peak), Some(predicted)) = (last("mem_peak_bytes"), last("predicted_mem_peak_bytes")) {
-        if peak > predicted * (1.0 + ABOVE) {
-            let [peak, predicted] = [peak, predicted].map(|bytes| format_bytes(bytes as u64));
-            add(Level::Warning, None, format!("the peak of memory is {peak}, predicted were {predicted}"));
-        }
+    if let (Some(peak), Some(predicted)) = (last("mem_peak_bytes"), last("predicted_mem_peak_bytes"))
+        && peak > predicted * (1.0 + ABOVE)
+    {
+        let [peak, predicted] = [peak, predicted].map(|bytes| format_bytes(bytes as u64));
+        add(Level::Warning, None, format!("the peak of memory is {peak}, predicted were {predicted}"));
     }
     run.with(|tables| {
         let steps = &tables.tables[0];

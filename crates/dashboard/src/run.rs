@@ -42,7 +42,7 @@ pub mod files {
 /// Larger settings are not read.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// A larger plan is not read.
-const PLAN_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const PLAN_BYTES_MAX: u64 = 256 << 20;
 /// Evaluations are read up to this size.
 const EVALUATIONS_BYTES_MAX: u64 = 16 << 20;
 /// The end of a file of records in which the last one is looked for.

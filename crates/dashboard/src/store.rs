@@ -166,11 +166,10 @@ impl RunTables {
     pub fn find<'a>(&self, metric: &'a str) -> Option<(&Table, &'a str)> {
         let pairs = TABLES.iter().zip(&self.tables);
         // The first prefix is empty, so it is tried last.
-        let found = pairs.rev().find_map(|((prefix, ..), table)| {
+        pairs.rev().find_map(|((prefix, ..), table)| {
             let name = metric.strip_prefix(prefix)?;
             table.column(name).map(|_| (table, name))
-        });
-        found
+        })
     }
 
     /// The names of all metrics.

@@ -189,7 +189,7 @@ impl Table {
         let start = self.steps.count_below(from).saturating_sub(1);
         let end = (above(to) + 1).min(self.steps.len());
         let mut curve = Curve::default();
-        if start >= end || !(from <= to) {
+        if start >= end || from > to {
             return curve;
         }
         let mut add = |start: usize, end: usize| {

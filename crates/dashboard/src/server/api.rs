@@ -3,7 +3,7 @@
 use super::prometheus;
 use crate::alerts;
 use crate::pyramid::Bucket;
-use crate::run::{Summary, files};
+use crate::run::{PLAN_BYTES_MAX, Summary, files};
 use crate::store::{Run, Store};
 use crate::table::{Progress, Scale};
 use crate::timeline::Timelines;
@@ -179,7 +179,7 @@ pub fn details_json(store: &Store, run: &Arc<Run>, timelines: &Timelines) -> Res
     let summary = run.summary(inside)?;
     let text = |name: &str| inside.read(&run.folder.join(name), TEXT_BYTES_MAX).ok();
     let json_of = |name: &str| text(name).and_then(|text| serde_json::from_str::<Value>(&text).ok());
-    let plan = inside.read(&run.folder.join(files::PLAN), 256 << 20).ok();
+    let plan = inside.read(&run.folder.join(files::PLAN), PLAN_BYTES_MAX).ok();
     let plan = plan.and_then(|text| serde_json::from_str::<Value>(&text).ok());
     let part = |name: &str| plan.as_ref().and_then(|plan| plan.get(name)).cloned();
     let samples = text(files::SAMPLES).unwrap_or_default();

@@ -218,6 +218,8 @@ async fn serve(stream: tokio::net::TcpStream, shared: &Arc<Shared>) {
     });
     let mut builder = hyper::server::conn::http1::Builder::new();
     let builder = builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT).max_buf_size(HEAD_BYTES_MAX);
+    // A client may end its side after its request, and still waits for the answer.
+    let builder = builder.half_close(true);
     let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
     // A client that breaks the protocol, or leaves, ends its connection and nothing else.
     while tokio::time::timeout(STALL / 4, connection.as_mut()).await.is_err() {
