@@ -1,5 +1,5 @@
-//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | equality |
-//! exports | gpu | overlap | pictures | soak | traces | validate | verdicts`.
+//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
+//! equality | exports | gpu | overlap | pictures | soak | traces | validate | verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -10,6 +10,7 @@
 mod advise;
 mod bench;
 mod choices;
+mod dashboard;
 mod equality;
 mod exports;
 mod gpu;
@@ -56,6 +57,9 @@ enum Chore {
     /// Train every runnable way of small models and compare the fastest with what `--plan auto`
     /// picks.
     Choices(choices::Options),
+    /// Click through the dashboard of a live run in a headless Chromium, and hold its bars: first
+    /// paint, zoom, spikes, many runs, many watchers.
+    Dashboard(dashboard::Options),
     /// Train small models on every layout, compare them with one rank, and write the tables of
     /// docs/equality.md.
     Equality(equality::Options),
@@ -90,6 +94,7 @@ fn main() -> ExitCode {
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Advise(options) => advise::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
+        Chore::Dashboard(options) => dashboard::run(&root, &options),
         Chore::Equality(options) => equality::run(&root, &options),
         Chore::Exports(options) => exports::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),

@@ -15,8 +15,8 @@ mod trial;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    advise, bench, calibrate, completions, config, data, doctor, eval, export, generate, launch, plan, program, supervise,
-    tokenizer, trace, train,
+    advise, bench, calibrate, completions, config, dash, data, doctor, eval, export, generate, launch, plan, program,
+    report, runs, supervise, tokenizer, top, trace, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -50,6 +50,10 @@ enum Command {
     Plan(Box<plan::Args>),
     Advise(advise::Args),
     Program(program::Args),
+    Dash(dash::Args),
+    Top(top::Args),
+    Report(report::Args),
+    Runs(runs::Args),
     #[command(subcommand)]
     Bench(bench::Command),
     Completions(completions::Args),
@@ -94,6 +98,10 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Advise(args) => advise::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Dash(args) => dash::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Top(args) => top::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Report(args) => report::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Runs(args) => runs::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
         Command::Completions(args) => completions::run(&args, Cli::command()).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => completions::man(&args, Cli::command()).map(|()| ExitCode::SUCCESS),

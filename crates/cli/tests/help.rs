@@ -36,7 +36,10 @@ fn help_texts_are_as_agreed() {
         &["plan"],
         &["advise"],
         &["program"],
-        &["doctor"],
+        &["dash"],
+        &["top"],
+        &["report"],
+        &["runs"],
         &["bench", "train"],
         &["bench", "kernels"],
         &["bench", "memory"],
@@ -51,9 +54,9 @@ fn help_texts_are_as_agreed() {
     let folder = Folder::new();
     let mut text = String::new();
     for command in commands {
-        let ran = folder.run(&[command, &["--help"]].concat()).ok();
+        let ran = folder.run(&[*command, &["--help"]].concat()).ok();
         assert_eq!(ran.stderr, "");
-        text += &format!("$ trainyard {}\n{}\n", [command, &["--help"]].concat().join(" "), ran.stdout);
+        text += &format!("$ trainyard {}\n{}\n", [*command, &["--help"]].concat().join(" "), ran.stdout);
     }
     insta::assert_snapshot!(text);
     let keys = folder.run(&["config", "docs"]).ok().stdout;

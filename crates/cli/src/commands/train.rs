@@ -3,6 +3,7 @@
 
 use super::config::{load, resolve};
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
+use super::{dash, records};
 use crate::output::{Verbosity, chain, count, is_fault, memory, note, print};
 use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
@@ -73,6 +74,9 @@ pub struct Args {
     /// srun.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
+    /// Also show the runs of run.directory in the browser, at an address that is printed.
+    #[arg(long)]
+    dash: bool,
     #[command(flatten)]
     verbosity: Verbosity,
     /// The file in which rank 0 writes the run's folder and its exit code, for the supervisor.
@@ -122,6 +126,7 @@ impl Args {
         self.resume.iter().for_each(|folder| option("--resume", folder.into()));
         self.checkpoint.iter().for_each(|choice| option("--checkpoint", choice.to_string().into()));
         self.data.iter().for_each(|path| option("--data", path.into()));
+        command.extend(self.dash.then(|| "--dash".into()));
         command.extend(self.change_model.then(|| "--change-model".into()));
         command.extend(self.verbosity.option().map(OsString::from));
         Ok(command)
@@ -245,6 +250,12 @@ fn train_rank(
             source,
         })?;
     }
+    if is_first && let Err(error) = records::write_environment(&session.folder, session.world.size()) {
+        say(&warning(format_args!("the environment is not kept: {error}")));
+    }
+    if is_first && args.dash {
+        dash::beside_training(&session.folder);
+    }
     if let Some(faults) = faults {
         session.rank.inject(Arc::clone(faults));
     }
@@ -269,7 +280,13 @@ fn train_rank(
     // With sharded parameters all ranks are needed to generate.
     let samples = summary.ending == Ending::Complete && !verbosity.is_quiet();
     if samples && (is_first || session.rank.needs_others()) {
-        show(sample(&session)?)?;
+        let text = sample(&session)?;
+        if is_first && !text.is_empty() {
+            show(format!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt(&session)?.len()))?;
+            if let Err(error) = records::add_sample(&session.folder, session.state.step, &text) {
+                say(&warning(format_args!("the sample is not kept: {error}")));
+            }
+        }
     }
     show(result(&session, &summary))?;
     if !verbosity.is_quiet() {
@@ -498,8 +515,7 @@ fn sample(session: &Session) -> Result<String, EngineError> {
     })?;
     text += &decoder.finish();
     // A poorly trained byte-level model may write control characters that move a terminal's cursor.
-    let text = text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}");
-    Ok(format!("\n--- sample, after a prompt of {} tokens ---\n{text}\n---\n\n", prompt.len()))
+    Ok(text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}"))
 }
 
 fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {

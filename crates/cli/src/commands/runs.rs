@@ -1,0 +1,205 @@
+//! `trainyard runs`: the registry of runs.
+
+use crate::output::{note, print};
+use anyhow::{Result, bail};
+use std::path::PathBuf;
+use trainyard_base::{format_bytes, format_count};
+use trainyard_dashboard::registry::{Registry, Rows};
+use trainyard_dashboard::select::{Condition, Key, Run, sort, words};
+use trainyard_engine::warning::warning;
+
+/// List runs with their results, choose and sort them, or ask the registry with SQL. The registry
+/// is the file registry.sqlite in the folder of runs; it follows from the folders.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The folder of runs.
+    #[arg(default_value = "runs")]
+    runs: PathBuf,
+    /// Sort by a column, a setting or a metric: the largest first.
+    #[arg(long, value_name = "KEY")]
+    sort: Option<String>,
+    /// With --sort: the smallest first.
+    #[arg(long, requires = "sort")]
+    reverse: bool,
+    /// Only runs of which this holds, such as dim=768, tps>1000, or name~test (contains). Can be given
+    /// several times.
+    #[arg(long = "where", value_name = "CONDITION")]
+    conditions: Vec<String>,
+    /// Print everything as CSV: columns, then settings and metrics.
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+    /// Print everything as JSON.
+    #[arg(long)]
+    json: bool,
+    /// Print the answer to this query. Tables: runs (a row each), config (run, key, value), metrics
+    /// (run, name, value: the last record) and environment (run, key, value).
+    #[arg(long, value_name = "SELECT", conflicts_with_all = ["sort", "conditions"])]
+    sql: Option<String>,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    if !args.runs.is_dir() {
+        bail!("there is no folder {}: name the folder that holds the runs", args.runs.display());
+    }
+    let registry = Registry::open(&args.runs)?;
+    registry.notices().iter().for_each(|notice| note(&warning(notice)));
+    if let Some(sql) = &args.sql {
+        let rows = registry.query(sql)?;
+        return print(match (args.json, args.csv) {
+            (true, _) => json(&objects(&rows))?,
+            (_, true) => {
+                csv(&rows.columns, &rows.rows.iter().map(|row| row.iter().map(words).collect()).collect::<Vec<_>>())
+            }
+            _ => table(&rows.columns, &rows.rows.iter().map(|row| row.iter().map(words).collect()).collect::<Vec<_>>()),
+        });
+    }
+    let mut runs = registry.runs()?;
+    if runs.is_empty() {
+        return print(if args.json { "[]\n".to_owned() } else { format!("no runs in {}\n", args.runs.display()) });
+    }
+    let conditions = args.conditions.iter().map(|text| Condition::parse(text, &runs)).collect::<Result<Vec<_>, _>>()?;
+    let sorted = args.sort.as_deref().map(|name| Key::find(name, &runs)).transpose()?;
+    runs.retain(|run| conditions.iter().all(|condition| condition.holds(run)));
+    match &sorted {
+        Some(key) => sort(&mut runs, key),
+        None => runs.sort_by(|a, b| b["updated_s"].as_f64().total_cmp_to(a["updated_s"].as_f64())),
+    }
+    if args.reverse {
+        runs.reverse();
+    }
+    if args.json {
+        return print(json(&runs)?);
+    }
+    if args.csv {
+        let (columns, rows) = flat(&runs);
+        return print(csv(&columns, &rows));
+    }
+    let asked = conditions.into_iter().map(|condition| condition.key).chain(sorted);
+    print(listing(&runs, asked.collect()))
+}
+
+/// Compares numbers that may be missing.
+trait TotalCmp {
+    fn total_cmp_to(self, other: Self) -> std::cmp::Ordering;
+}
+
+impl TotalCmp for Option<f64> {
+    fn total_cmp_to(self, other: Option<f64>) -> std::cmp::Ordering {
+        self.unwrap_or(f64::NEG_INFINITY).total_cmp(&other.unwrap_or(f64::NEG_INFINITY))
+    }
+}
+
+/// The usual columns, and what conditions and order name.
+fn listing(runs: &[Run], asked: Vec<Key>) -> String {
+    type Show = fn(f64) -> String;
+    let usual: [(&str, &str, Show); 7] = [
+        ("loss", "loss", |loss| format!("{loss:.4}")),
+        ("validation_loss", "validation", |loss| format!("{loss:.4}")),
+        ("tps", "tokens/s", format_count),
+        ("mfu", "MFU", |mfu| format!("{:.1} %", 100.0 * mfu)),
+        ("step_s", "step time", |s| if s < 1.0 { format!("{:.1} ms", 1e3 * s) } else { format!("{s:.2} s") }),
+        ("mem_peak_bytes", "memory", |bytes| format_bytes(bytes as u64)),
+        ("tokens", "tokens", format_count),
+    ];
+    let is_usual = |key: &Key| {
+        ["name", "state", "step"].contains(&key.name.as_str()) || usual.iter().any(|(name, ..)| *name == key.name)
+    };
+    let mut more: Vec<Key> = Vec::new();
+    for key in asked {
+        if !is_usual(&key) && !more.contains(&key) {
+            more.push(key);
+        }
+    }
+    let head = ["run", "state", "step"].into_iter().chain(usual.iter().map(|(_, title, _)| *title));
+    let columns: Vec<String> = head.map(str::to_owned).chain(more.iter().map(|key| key.name.clone())).collect();
+    let rows = runs.iter().map(|run| {
+        let step = match run["steps"].as_u64() {
+            Some(steps) => format!("{}/{steps}", words(&run["step"])),
+            None => words(&run["step"]),
+        };
+        let mut row = vec![words(&run["name"]), words(&run["state"]), step];
+        row.extend(usual.iter().map(|(name, _, show)| run[*name].as_f64().map_or("-".to_owned(), show)));
+        row.extend(more.iter().map(|key| words(key.value(run))));
+        row
+    });
+    table(&columns, &rows.collect::<Vec<_>>())
+}
+
+/// Every column, setting and metric of the runs.
+fn flat(runs: &[Run]) -> (Vec<String>, Vec<Vec<String>>) {
+    let mut columns: Vec<(Option<String>, String)> = Vec::new();
+    let mut known = std::collections::BTreeSet::new();
+    for run in runs {
+        for (name, value) in run {
+            let names: Vec<_> = match value.as_object() {
+                Some(part) => part.keys().map(|key| (Some(name.clone()), key.clone())).collect(),
+                None => vec![(None, name.clone())],
+            };
+            columns.extend(names.into_iter().filter(|column| known.insert(column.clone())));
+        }
+    }
+    let value = |run: &Run, (part, key): &(Option<String>, String)| match part {
+        Some(part) => words(run[part].get(key).unwrap_or(&serde_json::Value::Null)),
+        None => run.get(key).map_or(String::new(), words),
+    };
+    let rows = runs.iter().map(|run| columns.iter().map(|column| value(run, column)).collect());
+    let rows = rows.collect();
+    let name = |(part, key): (Option<String>, String)| part.map_or(key.clone(), |part| format!("{part}.{key}"));
+    (columns.into_iter().map(name).collect(), rows)
+}
+
+fn objects(rows: &Rows) -> Vec<Run> {
+    rows.rows.iter().map(|row| rows.columns.iter().cloned().zip(row.iter().cloned()).collect()).collect()
+}
+
+fn json(runs: &[Run]) -> Result<String> {
+    Ok(serde_json::to_string_pretty(runs)? + "\n")
+}
+
+/// Columns with their widths, texts at the left and numbers at the right.
+fn table(columns: &[String], rows: &[Vec<String>]) -> String {
+    let width = |index: usize| {
+        let cells = rows.iter().map(|row| row[index].chars().count());
+        cells.chain([columns[index].chars().count()]).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns.len()).map(width).collect();
+    let is_number = |text: &str| text.starts_with(|c: char| c.is_ascii_digit() || c == '-');
+    let right: Vec<bool> = (0..columns.len())
+        .map(|index| rows.iter().all(|row| is_number(&row[index]) || row[index].is_empty()))
+        .collect();
+    let mut text = String::new();
+    for row in std::iter::once(columns).chain(rows.iter().map(Vec::as_slice)) {
+        let cells = row
+            .iter()
+            .zip(widths.iter().zip(&right))
+            .map(|(cell, (width, right))| if *right { format!("{cell:>width$}") } else { format!("{cell:<width$}") });
+        text += cells.collect::<Vec<_>>().join("  ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+fn csv(columns: &[String], rows: &[Vec<String>]) -> String {
+    let quoted = |cell: &String| match cell.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", cell.replace('"', "\"\"")),
+        false => cell.clone(),
+    };
+    let line = |cells: &[String]| cells.iter().map(quoted).collect::<Vec<_>>().join(",") + "\n";
+    line(columns) + &rows.iter().map(|row| line(row)).collect::<String>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_are_quoted_where_they_must_be() {
+        let cells = |cells: &[&str]| cells.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>();
+        assert_eq!(csv(&cells(&["a", "b,c"]), &[cells(&["x\"y", "1"])]), "a,\"b,c\"\n\"x\"\"y\",1\n");
+        assert_eq!(
+            table(&cells(&["run", "n"]), &[cells(&["a", "10"]), cells(&["bb", "9"])]),
+            "run   n\na    10\nbb    9\n"
+        );
+    }
+}

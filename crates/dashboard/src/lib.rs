@@ -1,0 +1,26 @@
+//! Shows runs: a live page in the browser, a view in the terminal, a report in one file, and a
+//! registry that can be asked with SQL.
+//!
+//! Everything is read from the folders of runs, so runs of any age are shown, and a run that trains
+//! knows nothing of its watchers. The only files that are written are the registry and reports.
+//!
+//! | module | does |
+//! |---|---|
+//! | [`inside`] | opens files of the runs folder, and no others |
+//! | [`flatten`], [`table`], [`steps`], [`pyramid`] | JSON lines as columns; any part of a curve without a lost value |
+
+pub mod alerts;
+pub mod flatten;
+pub mod inside;
+pub mod page;
+pub mod pyramid;
+pub mod registry;
+pub mod report;
+pub mod run;
+pub mod select;
+pub mod server;
+pub mod steps;
+pub mod store;
+pub mod table;
+pub mod timeline;
+pub mod top;
