@@ -21,8 +21,8 @@ use trainyard_plan::{
     table, timeline,
 };
 use trainyard_program::{Keep, MemoryKind, PipelineSchedule, ReduceSchedule, Reshard, Tier};
-use trainyard_sim::transformer::Architecture;
 use trainyard_sim::measurement::Class;
+use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Cluster, Constants, Errors, Format, Generation, ProfileKind, Profiles, Stack, models};
 
 /// Find the best plan for training a model on a cluster, with reasons.
