@@ -87,7 +87,8 @@ fn write_fit(found: &trainyard_sim::validate::Fit) -> anyhow::Result<()> {
     let (before, rest) = file.split_once("\n[fitted]\n").expect("the file has the table");
     let (_, after) = rest.split_once("\n#").expect("the priors follow");
     std::fs::write(root.join("constants.toml"), format!("{before}{text}\n#{after}"))?;
-    let mut text = String::from("# The fitted constants without each source. Written by `cargo xtask validate --fit`.\n");
+    let mut text =
+        String::from("# The fitted constants without each source. Written by `cargo xtask validate --fit`.\n");
     for (source, values) in &found.left_out {
         writeln!(text, "\n[{source}]")?;
         for ((name, _), value) in names.iter().zip(values) {
@@ -110,7 +111,9 @@ fn write_errors(outcomes: &[Outcome]) -> anyhow::Result<()> {
             let trainyard_sim::errors::Spread { low, high, waiting } = spread;
             writeln!(text, "{name} = {{ low = {low:.4}, high = {high:.4}, waiting = {waiting:.1} }}")?;
         }
-        for (name, value) in [("between", errors.between), ("within", errors.within), ("usual", errors.usual), ("large", errors.large)] {
+        for (name, value) in
+            [("between", errors.between), ("within", errors.within), ("usual", errors.usual), ("large", errors.large)]
+        {
             writeln!(text, "{name} = {value:.4}")?;
         }
     }
@@ -185,7 +188,9 @@ fn line(name: &str, outcomes: &[&Outcome]) {
 }
 
 fn print_sources(outcomes: &[Outcome]) {
-    println!("every source predicted with constants fitted on the others; in: % of measurements in their 80 % interval");
+    println!(
+        "every source predicted with constants fitted on the others; in: % of measurements in their 80 % interval"
+    );
     println!(
         "               rows | speed: n  median  90th    bias   in | memory: n median 90th    bias   in | not fit | false"
     );
@@ -206,7 +211,9 @@ fn print_sources(outcomes: &[Outcome]) {
 }
 
 fn print_rows(outcomes: &[Outcome]) {
-    println!("\nrow          tokens/s measured  predicted    error | GB measured  predicted    error | full verdict   why");
+    println!(
+        "\nrow          tokens/s measured  predicted    error | GB measured  predicted    error | full verdict   why"
+    );
     let mut sorted: Vec<&Outcome> = outcomes.iter().collect();
     let size = |outcome: &Outcome| outcome.speed_error().map_or(0.0, f64::abs);
     sorted.sort_by(|a, b| a.row.source().cmp(b.row.source()).then(size(b).total_cmp(&size(a))));
@@ -277,7 +284,8 @@ fn intervals(outcomes: &[Outcome], bar: &mut impl FnMut(&str, f64, f64, bool)) {
         return;
     }
     let share = |held: &[(f64, f64)]| {
-        held.iter().map(|(held, weight)| held * weight).sum::<f64>() / held.iter().map(|(_, weight)| weight).sum::<f64>()
+        held.iter().map(|(held, weight)| held * weight).sum::<f64>()
+            / held.iter().map(|(_, weight)| weight).sum::<f64>()
     };
     bar("intervals of speed, share held, sources alike", share(&held), 0.75, false);
     bar("intervals of speed, share held, sources alike", share(&held), 0.88, true);

@@ -16,9 +16,10 @@ fn a_small_plan_says_what_it_is() {
     for part in [
         "124M parameters; 32 sequences of 1,024 tokens a step; 1 x 4 A100-80GB",
         "layout",
-        "shard 4, ZeRO-1",
+        "dp 4, ZeRO-1",
+        "rests on ",
         "why  It is bound by",
-        "plan 1: shard 4, ZeRO-1",
+        "plan 1: dp 4, ZeRO-1",
         "activations",
         "model TFLOP/s per device",
         "priced",

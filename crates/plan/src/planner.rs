@@ -5,8 +5,8 @@ use crate::nearest::{nearest_for_memory, nothing_divides};
 use crate::search::{Bound, Found, Saving, Search};
 use crate::space::candidates;
 use crate::{
-    Answer, Basis, Breakdown, Candidate, Checkpointing, Counts, Layout, LayoutKind, Memory, MemorySeries, Outline, Plan,
-    PlanError, PricedStep, Pricer, Request,
+    Answer, Basis, Breakdown, Candidate, Checkpointing, Counts, Layout, LayoutKind, Memory, MemorySeries, Outline,
+    Plan, PlanError, PricedStep, Pricer, Request,
 };
 use std::collections::HashMap;
 use trainyard_program::{Mesh, Offload, PipelineSchedule, Program, Tier};

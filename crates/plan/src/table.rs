@@ -1,8 +1,8 @@
 //! The answer for a terminal: a table of plans, the reasons, and the details of one.
 
+use crate::answer::Basis;
 use crate::candidate::{checkpointing_words, details};
 use crate::explain::duration;
-use crate::answer::Basis;
 use crate::{Answer, Plan, Request};
 use std::fmt::Write as _;
 use trainyard_base::{format_bytes, format_count};
@@ -49,7 +49,10 @@ fn basis(answer: &Answer) -> String {
     }
     if *memory_margin > 0.0 {
         let free = percent(*memory_margin);
-        let _ = writeln!(text, "{free} of each device's memory are left free for the error of prediction (--memory-margin)");
+        let _ = writeln!(
+            text,
+            "{free} of each device's memory are left free for the error of prediction (--memory-margin)"
+        );
     }
     match answer.basis.equal(&answer.plans) {
         0 | 1 => {}
@@ -152,7 +155,8 @@ pub fn cells(request: &Request, plan: &Plan) -> Vec<String> {
 
 /// The titles of [`cells`].
 pub fn titles(request: &Request) -> Vec<&'static str> {
-    let mut titles = vec!["layout", "batch", "recompute", "step", "8 in 10", "tokens/s", "/device", "MFU", "memory", "fits"];
+    let mut titles =
+        vec!["layout", "batch", "recompute", "step", "8 in 10", "tokens/s", "/device", "MFU", "memory", "fits"];
     if request.cluster.device.usd_per_hour > 0.0 {
         titles.push("$/1M tok");
     }

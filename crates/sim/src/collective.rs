@@ -70,7 +70,9 @@ pub fn to_experts_s(cluster: &Cluster, constants: &Constants, bytes: f64, copies
     // Every rank of a node sends at the same time.
     let each = network_bandwidth(cluster, placed) / f64::from(placed.ranks_per_node);
     let inside = bytes / (cluster.device.link_gb_s * 1e9);
-    constants.collective_start_us * 1e-6 + cluster.network.ring_us * 1e-6 * (nodes - 1.0).min(4.0) + (across / each).max(inside)
+    constants.collective_start_us * 1e-6
+        + cluster.network.ring_us * 1e-6 * (nodes - 1.0).min(4.0)
+        + (across / each).max(inside)
 }
 
 /// Seconds of one message between neighbouring pipeline stages. Every device of a node sends one at

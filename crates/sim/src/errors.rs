@@ -118,10 +118,7 @@ impl Correction {
         let (common, own) = (errors.between.powi(2), errors.within.powi(2));
         let share = common / (common + own);
         let left = common * (1.0 - share) + own;
-        Correction {
-            factor: ((measured_s / predicted_s).ln() * share).exp(),
-            narrower: (left / (common + own)).sqrt(),
-        }
+        Correction { factor: ((measured_s / predicted_s).ln() * share).exp(), narrower: (left / (common + own)).sqrt() }
     }
 }
 

@@ -323,10 +323,8 @@ impl Builder<'_> {
         if self.work.operand_bytes >= HALF {
             return;
         }
-        let cast = |elements: f64| Kernel::Stream {
-            bytes: (HALF + 2.0 * self.work.operand_bytes) * elements,
-            launches: 1.0,
-        };
+        let cast =
+            |elements: f64| Kernel::Stream { bytes: (HALF + 2.0 * self.work.operand_bytes) * elements, launches: 1.0 };
         unit.forward.push(cast(m * k));
         unit.backward_input.push(cast(m * n));
     }
@@ -403,9 +401,7 @@ impl Builder<'_> {
             Selective::Mlp => whole + eager + scores,
             // The narrow vectors and the result.
             Selective::UpProjections => match self.model.latent {
-                Some(latent) => {
-                    2.0 * stream + m * (f64::from(latent.q + latent.kv + latent.rotary) + q) * HALF
-                }
+                Some(latent) => 2.0 * stream + m * (f64::from(latent.q + latent.kv + latent.rotary) + q) * HALF,
                 None => whole + eager + scores,
             },
             // Inputs of norms, attention's operands and result.

@@ -28,8 +28,8 @@ use trainyard_plan::{
     table, timeline,
 };
 use trainyard_program::{Keep, MemoryKind, PipelineSchedule, ReduceSchedule, Reshard, Tier};
-use trainyard_sim::transformer::Architecture;
 use trainyard_sim::measurement::Class;
+use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{
     Cluster, Constants, Errors, Format, Generation, NetworkLink, ProfileKind, Profiles, Stack, models,
 };

@@ -69,7 +69,8 @@ fn parts(outcomes: &[&Outcome]) -> Option<(f64, f64)> {
     let inside: Vec<(f64, f64)> = sources
         .iter()
         .filter_map(|(source, errors)| {
-            let apart: Vec<(f64, f64)> = errors.iter().map(|(error, _)| ((error - medians[source]).abs(), 1.0)).collect();
+            let apart: Vec<(f64, f64)> =
+                errors.iter().map(|(error, _)| ((error - medians[source]).abs(), 1.0)).collect();
             // 1.4826 median deviations are a standard deviation.
             (apart.len() >= 3).then(|| Some((1.4826 * weighted_quantile(&apart, 0.5)?, 1.0)))?
         })
