@@ -1,5 +1,5 @@
-//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | equality | gpu |
-//! overlap | pictures | soak | validate`.
+//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | equality | gpu
+//! | overlap | pictures | soak | validate`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
