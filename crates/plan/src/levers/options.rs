@@ -211,7 +211,7 @@ fn rest(now: &Setup, count: u32, mesh: Mesh) -> Option<Mesh> {
     let data = count.is_multiple_of(model).then_some(count / model)?;
     let shard = if now.candidate.mesh.dp_shard > 1 { data } else { 1 };
     let mesh = Mesh { dp_replicate: data / shard, dp_shard: shard, ..mesh };
-    (mesh.shard_degree() % mesh.ep == 0).then_some(mesh)
+    mesh.shard_degree().is_multiple_of(mesh.ep).then_some(mesh)
 }
 
 /// Products that are split over ranks, with the rows between them.
