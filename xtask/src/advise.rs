@@ -1,9 +1,9 @@
 //! `cargo xtask advise`: checks that `trainyard advise` predicts gains well. For six configurations
 //! the first three levers that can be run are run, in turn with the configuration itself.
 //!
-//! `trainyard advise c.toml --trial-seconds` does both, so a user sees the same comparison. The bar:
-//! each measured gain is within 15 % of the predicted one, as factors of tokens per second. It needs
-//! a profile of the machine (`trainyard calibrate`), and nothing else may run meanwhile.
+//! `trainyard advise c.toml --trial-seconds` does both, so a user sees the same comparison. The
+//! bar: each measured gain is within 15 % of the predicted one, as factors of tokens per second. It
+//! needs a profile of the machine (`trainyard calibrate`), and nothing else may run meanwhile.
 
 use crate::bench::measure::{figure, output};
 use crate::bench::program;

@@ -93,7 +93,7 @@ pub fn page(page: &Page<'_>) -> String {
     html += "</div>\n";
     if let Some(advice) = page.levers {
         let intro = "<p class=\"soft\">Each lever changes plan 1 and is simulated. Pale bars cannot be run by this program yet.</p>";
-        let _ = write!(html, "<section><h2>What each lever would do</h2>{intro}{}</section>\n", bars::html(advice));
+        let _ = writeln!(html, "<section><h2>What each lever would do</h2>{intro}{}</section>", bars::html(advice));
     }
     html + "</body></html>\n"
 }
@@ -170,14 +170,14 @@ fn step(page: &Page<'_>) -> String {
         format!("<p class=\"key\">{}</p>", spans.collect::<String>())
     };
     let mut html = format!("<section><h2>The step of plan {number}</h2>\n{}", key(&KEY));
-    let _ = write!(html, "<div class=\"scroll wide\">{}</div>\n", timeline::svg(step, &[]));
+    let _ = writeln!(html, "<div class=\"scroll wide\">{}</div>", timeline::svg(step, &[]));
     let series = timeline::longest(step).and_then(|longest| page.memory.get(longest));
     if let Some(series) = series {
         let kinds = memory_plot::kinds(series);
         let names: Vec<(&str, &str)> = kinds.iter().rev().map(|kind| (kind.name(), kind.name())).collect();
-        let _ = write!(
+        let _ = writeln!(
             html,
-            "<h2>Its memory over time</h2>{}<div class=\"scroll wide\">{}</div>\n",
+            "<h2>Its memory over time</h2>{}<div class=\"scroll wide\">{}</div>",
             key(&names),
             memory_plot::svg(series, step.step_s, page.answer.bytes_max as f64)
         );

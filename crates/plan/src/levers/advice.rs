@@ -123,8 +123,8 @@ impl Question<'_> {
         }
     }
 
-    /// The best choice: the fastest if one gains speed, otherwise the one that saves most memory. If
-    /// none fits, the smallest; if none has a price, the reason of the first.
+    /// The best choice: the fastest if one gains speed, otherwise the one that saves most memory.
+    /// If none fits, the smallest; if none has a price, the reason of the first.
     fn best(&self, choices: Vec<Choice>) -> Result<(Choice, Price, f64), String> {
         let mut why = None;
         let mut priced = Vec::new();
@@ -153,8 +153,8 @@ impl Question<'_> {
     }
 
     /// The best pairs or triples of levers that can be run and gain something: of those that leave
-    /// the result as it is, and of all. Where the present step does not fit, levers that make it fit
-    /// go with levers that gain speed.
+    /// the result as it is, and of all. Where the present step does not fit, levers that make it
+    /// fit go with levers that gain speed.
     fn combinations(&self, setup: &Setup, rows: &[Row]) -> Vec<Combination> {
         let useful: Vec<&'static Lever> = rows.iter().filter(|row| self.is_useful(row)).map(|row| row.lever).collect();
         let mut best = Vec::new();

@@ -135,8 +135,8 @@ fn hold(program: &mut Program, share: f64, kind: MemoryKind) {
     }
 }
 
-/// A step of local training: `island` is the price of a replica by itself, `average_s` the seconds of
-/// one average over replicas, and `moments_bytes` the optimizer's moments that a rank holds.
+/// A step of local training: `island` is the price of a replica by itself, `average_s` the seconds
+/// of one average over replicas, and `moments_bytes` the optimizer's moments that a rank holds.
 pub fn local_steps(island: Price, every: u32, average_s: f64, moments_bytes: f64, memory_bytes_s: f64) -> Price {
     // The outer optimizer keeps the parameters of the last average and a momentum, as many bytes as
     // AdamW's two moments. Its update reads both and the parameters, and writes two of the three.

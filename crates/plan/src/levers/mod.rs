@@ -1,10 +1,11 @@
 //! The levers: everything that can be done to train a model in less time or memory, each priced for
 //! one configuration on one machine or cluster.
 //!
-//! A [`Lever`] is a row of [`table::LEVERS`]: its name, the setups that it offers, and what it costs
-//! in quality. A [`Setup`] is priced by a [`Bench`], which lowers it and simulates the program, as
-//! the planner does. What the engine does not have yet is an [`Edit`] of the program: its messages,
-//! memory and kernels change, and the simulation is the same. A lever without a price says why.
+//! A [`Lever`] is a row of [`table::LEVERS`]: its name, the setups that it offers, and what it
+//! costs in quality. A [`Setup`] is priced by a [`Bench`], which lowers it and simulates the
+//! program, as the planner does. What the engine does not have yet is an [`Edit`] of the program:
+//! its messages, memory and kernels change, and the simulation is the same. A lever without a price
+//! says why.
 //!
 //! [`advise`] prices the table. The commands of the cli show it.
 

@@ -211,7 +211,7 @@ fn rest(now: &Setup, count: u32, mesh: Mesh) -> Option<Mesh> {
     let data = count.is_multiple_of(model).then_some(count / model)?;
     let shard = if now.candidate.mesh.dp_shard > 1 { data } else { 1 };
     let mesh = Mesh { dp_replicate: data / shard, dp_shard: shard, ..mesh };
-    (mesh.shard_degree() % mesh.ep == 0).then_some(mesh)
+    mesh.shard_degree().is_multiple_of(mesh.ep).then_some(mesh)
 }
 
 /// Products that are split over ranks, with the rows between them.
@@ -354,15 +354,15 @@ fn codec(now: &Setup, words: &str, code: Code, bytes: f64, passes: f64) -> Offer
 
 /// Blocks of 8-bit integers with a scale, and error feedback.
 pub fn gradients_in_int8(now: &Setup, _: &Place) -> Offers {
-    // A scale of 32 bits for every block of 256. The residual is read and written, the gradient read
-    // and the code written and read.
+    // A scale of 32 bits for every block of 256. The residual is read and written, the gradient
+    // read and the code written and read.
     codec(now, "8-bit blocks of 256, error feedback", Code::Int8, 1.0 + 4.0 / 256.0, 3.5)
 }
 
 /// The largest hundredth, with error feedback.
 pub fn top_k(now: &Setup, _: &Place) -> Offers {
-    // A value and an index for one element in a hundred. Every rank's choice goes to every other, so
-    // what a rank receives grows with their number. Choosing reads the gradient twice more.
+    // A value and an index for one element in a hundred. Every rank's choice goes to every other,
+    // so what a rank receives grows with their number. Choosing reads the gradient twice more.
     let ranks = f64::from(now.candidate.mesh.data_parallel());
     codec(now, "the largest 1 %, error feedback", Code::TopK, 0.01 * 8.0 * (ranks / 2.0).max(1.0), 5.0)
 }

@@ -1,5 +1,5 @@
-//! The table of levers. Another lever is another row, and a function in `options.rs` that offers its
-//! setups.
+//! The table of levers. Another lever is another row, and a function in `options.rs` that offers
+//! its setups.
 
 use super::options as offers;
 use super::{Lever, Offers, Place, Setup};

@@ -25,10 +25,10 @@ use trainyard_sim::{Cluster, Format, Generation, MachineProfile};
 
 /// Say what would make the training of a configuration faster or smaller, and by how much.
 ///
-/// One table of all levers: batch, precision, memory, each kind of parallelism, network, update rule,
-/// data, adapters, pruning, quantisation, distillation. Each row is simulated like a plan, and says
-/// speed, memory, what it costs in quality, and the settings that switch it on. What this program
-/// cannot run yet is priced on a changed program and marked.
+/// One table of all levers: batch, precision, memory, each kind of parallelism, network, update
+/// rule, data, adapters, pruning, quantisation, distillation. Each row is simulated like a plan,
+/// and says speed, memory, what it costs in quality, and the settings that switch it on. What this
+/// program cannot run yet is priced on a changed program and marked.
 #[derive(clap::Args)]
 pub struct Args {
     /// A configuration in TOML.
