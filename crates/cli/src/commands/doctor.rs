@@ -1,19 +1,17 @@
 //! `trainyard doctor`: says what bounds a step, and what a cure would save.
 
-use crate::output::note;
+use crate::output::{note, print};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use trainyard_observe::traces::diagnose::{diagnose, examine};
-use trainyard_observe::traces::{Report, kineto};
+use trainyard_observe::traces::kineto;
 
-/// Says what bounds a training step, from traces of PyTorch's profiler: one file, or one per rank.
-///
-/// Prints verdicts with evidence, the predicted saving and what to change, then figures per rank.
-/// Exit codes: 0 nothing grave, 3 a warning, 4 something critical, 1 a file cannot be read.
+/// Say what bounds a training step, and what a cure would save, from traces of PyTorch's profiler.
+/// Exit code 3 is a warning, 4 critical.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Trace files, JSON or gzip, as torch.profiler's export_chrome_trace writes them.
+    /// Trace files, one per rank: JSON or gzip, as torch.profiler's export_chrome_trace writes them.
     #[arg(required = true, value_name = "TRACE")]
     traces: Vec<PathBuf>,
     /// Print everything as JSON.
@@ -32,14 +30,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
         examined.push(examine(&trace, place as u32));
     }
-    print(&diagnose(examined), args.json)
-}
-
-fn print(report: &Report, json: bool) -> Result<ExitCode> {
-    if json {
-        println!("{}", serde_json::to_string_pretty(report)?);
+    let report = diagnose(examined);
+    if args.json {
+        print(format!("{}\n", serde_json::to_string_pretty(&report)?))?;
     } else {
-        print!("{}", report.to_text());
+        print(report.to_text())?;
     }
     Ok(ExitCode::from(report.diagnosis.exit_code()))
 }
