@@ -23,7 +23,7 @@ const PACKAGES: [&str; 1] = ["HolisticTraceAnalysis==0.5.0"];
 
 /// Largest relative difference of a figure.
 const DIFFERENCE_MAX: f64 = 0.01;
-/// How many times faster, and how many times less memory.
+/// Factors by which it has to be faster, and to need less memory.
 const SPEED_MIN: f64 = 10.0;
 const MEMORY_MIN: f64 = 5.0;
 /// Largest relative difference of the predicted saving from the measured one.
@@ -102,7 +102,7 @@ impl Tools {
         last_json_line(self.script("usage.py").args(command), &self.log)
     }
 
-    /// What `doctor --json` says of a file. Its exit code tells how grave that is.
+    /// The report of `doctor --json` about a file. Its exit code tells how grave that is.
     fn report(&self, file: &Path) -> Result<Value> {
         let answer = Command::new(&self.binary).arg("doctor").arg(file).arg("--json").output()?;
         serde_json::from_slice(&answer.stdout)

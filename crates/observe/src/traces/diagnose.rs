@@ -31,7 +31,7 @@ const SLOW_STEP_MIN: f64 = 1.2;
 /// Idle time for no known reason of at least this share is told.
 const UNEXPLAINED_SHARE_MIN: f64 = 0.10;
 
-/// What is known about one rank; the trace itself is no longer needed.
+/// The figures and verdicts of one rank; the trace itself is no longer needed.
 pub struct Examined {
     report: RankReport,
     verdicts: Vec<Verdict>,
@@ -269,7 +269,7 @@ fn examine_host(window: &Window, report: &mut RankReport) -> (Vec<Verdict>, Inte
     (verdicts, times.compute)
 }
 
-/// What verdicts about one rank are made of.
+/// The material of verdicts about one rank.
 struct Context<'a> {
     window: &'a Window<'a>,
     report: &'a RankReport,
@@ -455,7 +455,7 @@ impl Context<'_> {
             }
         }
         if communication.overlapped < 0.5 {
-            advice.push(Advice::new("send gradients while the backward pass goes on: DistributedDataParallel does, a loop of all_reduce after backward() does not"));
+            advice.push(Advice::new("send gradients during the backward pass, as DistributedDataParallel does"));
         }
         advice.push(Advice::set(
             "send less often, or fewer bytes",

@@ -1,4 +1,4 @@
-//! What is known about a set of traces: figures per rank, and verdicts.
+//! The report about a set of traces: figures per rank, and verdicts.
 
 use super::breakdown::{Breakdown, Communication, Idle, StreamIdle};
 use super::kernels::{Kernel, LaunchCost};

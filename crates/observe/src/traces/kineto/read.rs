@@ -173,7 +173,7 @@ fn document<R: Read>(values: &mut Values<R>, builder: &mut Builder) -> Result<()
     Err(ReadError::NotATrace { found })
 }
 
-/// How an array of events may end.
+/// The ways in which an array of events may end.
 #[derive(Clone, Copy, PartialEq)]
 enum Ending {
     Bracket,
