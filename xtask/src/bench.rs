@@ -22,8 +22,8 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use measure::{Measured, Row};
-pub use peers::PYTHON_VARIABLE;
 use peers::Peers;
+pub use peers::{PYTHON_VARIABLE, environment};
 use table::{BENCHMARKS, Benchmark, Ours, Peer};
 
 /// Arguments of `cargo xtask bench`.

@@ -1,5 +1,5 @@
 //! Every chore of the project: `cargo xtask test | tidy | bench | choices | equality | gpu |
-//! overlap | pictures | soak | validate | verdicts`.
+//! overlap | pictures | soak | traces | validate | verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -18,6 +18,7 @@ mod pictures;
 mod soak;
 mod test;
 mod tidy;
+mod traces;
 mod validate;
 mod verdicts;
 
@@ -61,6 +62,9 @@ enum Chore {
     /// Train half a million tiny steps on one rank and on rank threads, and hold the growth of
     /// resident memory to its bar.
     Soak(soak::Options),
+    /// Compare what `doctor` says of traces of PyTorch's profiler with HolisticTraceAnalysis: figures,
+    /// time, memory.
+    Traces(traces::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every
     /// row, the bars.
     Validate(validate::Options),
@@ -81,6 +85,7 @@ fn main() -> ExitCode {
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
         Chore::Soak(options) => soak::run(&root, &options),
+        Chore::Traces(options) => traces::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
         Chore::Verdicts(options) => verdicts::run(&root, &options),
     };

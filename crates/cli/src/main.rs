@@ -2,9 +2,9 @@
 //!
 //! This crate parses arguments, calls the engine and prints; it decides nothing about training.
 //! Results go to standard output, messages to standard error. Exit codes: 0 success, 1 an error
-//! (printed once, as a chain from the attempted action to the root cause), 2 wrong usage, 70 a rank
-//! failed while training (docs/clusters.md), 130 stopped by a signal with a checkpoint to resume
-//! from.
+//! (printed once, as a chain from the attempted action to the root cause), 2 wrong usage, 3 and 4 a
+//! verdict of `doctor` that is a warning or critical, 70 a rank failed while training
+//! (docs/clusters.md), 130 stopped by a signal with a checkpoint to resume from.
 
 mod choose;
 mod commands;

@@ -356,7 +356,7 @@ pub struct Verdict {
     pub evidence: Vec<Evidence>,
     /// The predicted saving, where a cure exists and its size is known.
     pub saving: Option<Saving>,
-    /// What to change, the most promising first.
+    /// Changes that would help, the most promising first.
     pub advice: Vec<Advice>,
 }
 

@@ -25,7 +25,7 @@ impl Peers {
     pub fn find(root: &Path, target: &Path) -> Result<Self> {
         let python = match std::env::var_os(PYTHON_VARIABLE) {
             Some(python) => PathBuf::from(python),
-            None => environment(&target.join("peers-venv"))?,
+            None => environment(&target.join("peers-venv"), &PACKAGES, PYTHON_VARIABLE)?,
         };
         let allocator = ALLOCATORS
             .iter()
@@ -57,29 +57,28 @@ impl Peers {
     }
 }
 
-/// The Python of a virtual environment in `folder`, which is created with its packages if missing.
-fn environment(folder: &Path) -> Result<PathBuf> {
+/// The Python of a virtual environment in `folder`, which is created with `packages` if missing.
+/// `variable` is the one by which a user names another Python.
+pub fn environment(folder: &Path, packages: &[&str], variable: &str) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     // Written last, so that an interrupted installation is repeated.
     let complete = folder.join("complete");
     if complete.exists() {
         return Ok(python);
     }
-    println!(
-        "installing {} into {} (set {PYTHON_VARIABLE} to use another Python)",
-        PACKAGES.join(", "),
-        folder.display()
-    );
-    step(Command::new("python3").args(["-m", "venv"]).arg(folder))?;
-    step(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(PACKAGES))?;
+    let packages_in_words = packages.join(", ");
+    println!("installing {packages_in_words} into {} (set {variable} to use another Python)", folder.display());
+    let hint = format!("set {variable} to a Python that has {packages_in_words}");
+    step(Command::new("python3").args(["-m", "venv"]).arg(folder), &hint)?;
+    step(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(packages), &hint)?;
     std::fs::write(&complete, "").with_context(|| format!("cannot write {}", complete.display()))?;
     Ok(python)
 }
 
-fn step(command: &mut Command) -> Result<()> {
+fn step(command: &mut Command, hint: &str) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot run {command:?}"))?;
     if !status.success() {
-        bail!("{command:?} failed; set {PYTHON_VARIABLE} to a Python that has {}", PACKAGES.join(", "));
+        bail!("{command:?} failed; {hint}");
     }
     Ok(())
 }

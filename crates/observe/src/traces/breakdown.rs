@@ -1,4 +1,4 @@
-//! Where a device's time went: compute, other work, idle; idle by cause; communication under compute.
+//! The time of a device: compute, other work, idle; idle by cause; communication under compute.
 
 use super::intervals::Intervals;
 use super::kineto::{Op, Trace};

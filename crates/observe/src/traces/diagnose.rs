@@ -2,6 +2,7 @@
 
 use super::breakdown::{self, Breakdown, Busy, seconds};
 use super::host_only::{HostCause, HostTimes};
+use super::intervals::Intervals;
 use super::kernels::{self, Kernel, LaunchCost};
 use super::kineto::{StepOrigin, Trace};
 use super::ranks::{self, RankSteps};
@@ -10,7 +11,9 @@ use super::report::{RankReport, Report};
 use super::steps::{self, StepRow};
 use super::window::Window;
 use crate::span::{Kind, Span};
-use crate::verdict::{Advice, Cause, Diagnosis, Evidence, Place, SavedStep, Saving, Severity, Unit, Verdict};
+use crate::verdict::{
+    Advice, Cause, Diagnosis, Evidence, Place, SavedStep, Saving, Severity, Unit, Verdict, format_seconds,
+};
 use trainyard_base::median;
 
 /// Causes whose removal saves less than this share of the step are not mentioned.
@@ -22,10 +25,13 @@ const LOST_SHARE_MAX: f64 = 0.10;
 /// A step with at least this share of compute is compute bound.
 const COMPUTE_SHARE_MIN: f64 = 0.80;
 
+/// A step this many times longer than the median is told.
+const SLOW_STEP_MIN: f64 = 1.2;
+
 /// Idle time for no known reason of at least this share is told.
 const UNEXPLAINED_SHARE_MIN: f64 = 0.10;
 
-/// What is known about one rank; the trace itself is no longer needed.
+/// The figures and verdicts of one rank; the trace itself is no longer needed.
 pub struct Examined {
     report: RankReport,
     verdicts: Vec<Verdict>,
@@ -52,12 +58,13 @@ pub fn examine(trace: &Trace, place: u32) -> Examined {
         launches: None,
         notes: notes(&window),
     };
-    let verdicts = match missing(&window, rank) {
-        Some(verdict) => vec![verdict],
+    let (verdicts, compute) = match missing(&window, rank) {
+        Some(verdict) => (vec![verdict], Intervals::default()),
         None if trace.ops.is_empty() => examine_host(&window, &mut report),
         None => examine_device(&window, &mut report),
     };
-    let steps = RankSteps::of(&window, rank, &report.steps);
+    report.notes.extend(slow_step(&report.steps));
+    let steps = RankSteps::of(&window, rank, &report.steps, &compute);
     if window.is_whole_recording() {
         report.steps.clear();
     }
@@ -96,8 +103,24 @@ pub fn diagnose(examined: Vec<Examined>) -> Report {
         verdict
     };
     let mut verdicts: Vec<Verdict> = verdicts.into_iter().map(told).collect();
-    verdicts.extend(ranks::straggler(&ranks));
+    if let Some(straggler) = ranks::straggler(&ranks) {
+        verdicts.retain_mut(|verdict| verdict.cause != Cause::CommunicationBound || beyond(verdict, &straggler));
+        verdicts.push(straggler);
+    }
     Report { ranks: reports, diagnosis: Diagnosis::new(verdicts) }
+}
+
+/// Takes the waiting for a slow rank, which has a verdict of its own, out of the saving of one about
+/// communication. False if nothing worth mentioning is left.
+fn beyond(verdict: &mut Verdict, straggler: &Verdict) -> bool {
+    let (Some(saving), Some(waited)) = (verdict.saving.as_mut(), straggler.saving) else { return true };
+    saving.seconds = (saving.seconds - waited.seconds).max(0.0);
+    saving.low_seconds = (saving.low_seconds - waited.high_seconds).max(0.0);
+    saving.high_seconds = (saving.high_seconds - waited.low_seconds).max(saving.seconds);
+    verdict.severity = verdict.severity.min(Severity::of_share(saving.share()));
+    let share = saving.share();
+    verdict.evidence.push(Evidence::new("waiting for slower ranks, not counted", waited.seconds, Unit::Seconds));
+    share >= SHARE_MIN
 }
 
 fn notes(window: &Window) -> Vec<String> {
@@ -129,6 +152,14 @@ fn notes(window: &Window) -> Vec<String> {
         notes.push(format!("{unlinked} of {} pieces of device work have no recorded launch", trace.ops.len()));
     }
     notes
+}
+
+/// A note if one step is much longer than the others.
+fn slow_step(steps: &[StepRow]) -> Option<String> {
+    let slowest = steps.iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds)).filter(|_| steps.len() >= 3)?;
+    let ratio = slowest.seconds / median(steps.iter().map(|step| step.seconds))?;
+    let length = format_seconds(slowest.seconds);
+    (ratio > SLOW_STEP_MIN).then(|| format!("step {} took {length}, {ratio:.2} times the median", slowest.number))
 }
 
 /// A verdict if the recording does not hold what others need.
@@ -185,7 +216,8 @@ fn missing(window: &Window, rank: u32) -> Option<Verdict> {
     None
 }
 
-fn examine_device(window: &Window, report: &mut RankReport) -> Vec<Verdict> {
+/// Verdicts about a trace with a device, and the times in which that computed.
+fn examine_device(window: &Window, report: &mut RankReport) -> (Vec<Verdict>, Intervals) {
     let busy = Busy::of(window.trace, &window.ops);
     report.breakdown = breakdown::breakdown(&busy);
     report.idle = Some(breakdown::idle(window));
@@ -215,10 +247,11 @@ fn examine_device(window: &Window, report: &mut RankReport) -> Vec<Verdict> {
     }
     verdicts.extend(context.compute());
     verdicts.extend(context.unexplained(&verdicts));
-    verdicts
+    (verdicts, busy.compute)
 }
 
-fn examine_host(window: &Window, report: &mut RankReport) -> Vec<Verdict> {
+/// Verdicts about a trace without a device, and the times in which the host computed.
+fn examine_host(window: &Window, report: &mut RankReport) -> (Vec<Verdict>, Intervals) {
     let times = HostTimes::of(window);
     report.steps = times.steps(window);
     report.breakdown = Some(times.breakdown(&report.steps));
@@ -233,10 +266,10 @@ fn examine_host(window: &Window, report: &mut RankReport) -> Vec<Verdict> {
     verdicts.extend(context.communication(summary, &without(HostCause::Communication, &report.steps)));
     verdicts.extend(context.host(&without(HostCause::Overhead, &report.steps)));
     verdicts.extend(context.compute());
-    verdicts
+    (verdicts, times.compute)
 }
 
-/// What verdicts about one rank are made of.
+/// The material of verdicts about one rank.
 struct Context<'a> {
     window: &'a Window<'a>,
     report: &'a RankReport,
@@ -288,7 +321,11 @@ impl Context<'_> {
     }
 
     fn input(&self, steps: &[SavedStep]) -> Option<Verdict> {
-        let summary = format!("The {} waits for its batch while the device has nothing to do.", self.step_word());
+        let word = self.step_word();
+        let summary = match self.report.idle {
+            Some(_) => format!("The {word} waits for its batch, and the device has nothing to do."),
+            None => format!("The {word} waits for its batch."),
+        };
         let verdict = self.sized(Cause::InputBound, summary, steps)?;
         let lane = self.window.steps.first()?.lane;
         let longest = self.longest(|span| span.kind == Kind::Input && span.lane == lane)?;
@@ -418,7 +455,7 @@ impl Context<'_> {
             }
         }
         if communication.overlapped < 0.5 {
-            advice.push(Advice::new("send gradients while the backward pass goes on: DistributedDataParallel does, a loop of all_reduce after backward() does not"));
+            advice.push(Advice::new("send gradients during the backward pass, as DistributedDataParallel does"));
         }
         advice.push(Advice::set(
             "send less often, or fewer bytes",
@@ -447,10 +484,14 @@ impl Context<'_> {
             evidence,
             saving: None,
             advice: vec![
-                Advice::set(
-                    "compute in bf16, or let f32 products use tensor cores",
-                    "torch.autocast(\"cuda\", torch.bfloat16); torch.set_float32_matmul_precision(\"high\")",
-                ),
+                if self.report.idle.is_some() {
+                    Advice::set(
+                        "compute in bf16, or let f32 products use tensor cores",
+                        "torch.autocast(\"cuda\", torch.bfloat16); torch.set_float32_matmul_precision(\"high\")",
+                    )
+                } else {
+                    Advice::set("compute in bf16", "torch.autocast(\"cpu\", torch.bfloat16)")
+                },
                 Advice::set("fuse elementwise kernels", "torch.compile(model)"),
             ],
         })

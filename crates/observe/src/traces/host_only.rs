@@ -12,7 +12,8 @@ use std::collections::HashMap;
 /// The times of the host by kind.
 pub struct HostTimes {
     input: Intervals,
-    compute: Intervals,
+    /// Operators ran.
+    pub compute: Intervals,
     communication: Intervals,
     /// Operators with their own time, without that of operators inside of them.
     pub operators: Vec<Kernel>,

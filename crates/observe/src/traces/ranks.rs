@@ -2,9 +2,11 @@
 //!
 //! The n-th collective of a step is the same one on every rank. The rank that arrives last waits
 //! least in it, and its kernel is the shortest; what the kernels of the others are longer is their
-//! waiting. A step less its waiting is the rank's own work.
+//! waiting. A step less the waiting under which nothing is computed is the rank's own work.
 
 use super::breakdown::seconds;
+use super::intervals::Intervals;
+use super::steps::StepRow;
 use super::window::Window;
 use crate::span::Kind;
 use crate::verdict::{Advice, Cause, Evidence, Place, SavedStep, Saving, Severity, Unit, Verdict};
@@ -17,8 +19,10 @@ pub struct RankStep {
     seconds: f64,
     compute_seconds: f64,
     input_seconds: f64,
-    /// Lengths of the collectives, in order.
-    collectives: Vec<f64>,
+    /// Begins and ends of the collectives, in order, in nanoseconds.
+    collectives: Vec<(i64, i64)>,
+    /// Times in which the rank computed.
+    compute: Intervals,
 }
 
 /// The steps of one rank, by number.
@@ -30,23 +34,25 @@ pub struct RankSteps {
 
 impl RankSteps {
     /// The steps of a window, with the rows that were computed of them.
-    pub fn of(window: &Window, rank: u32, rows: &[super::steps::StepRow]) -> RankSteps {
+    pub fn of(window: &Window, rank: u32, rows: &[StepRow], compute: &Intervals) -> RankSteps {
         let trace = window.trace;
-        let mut collectives: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
-        for op in &window.ops {
-            let span = trace.op_span(op);
-            if span.kind == Kind::Communication
-                && let Some(step) = window.step_of(span.step)
-            {
-                collectives[step].push(seconds(span.duration_ns()));
+        let mut collectives: Vec<Vec<(i64, i64)>> = vec![Vec::new(); window.steps.len()];
+        // Without a device, the host's annotations of messages are the collectives.
+        let of_device = window.ops.iter().map(|op| trace.op_span(op));
+        let of_host = trace.timeline.spans.iter().filter(|_| trace.ops.is_empty());
+        for span in of_device.chain(of_host).filter(|span| span.kind == Kind::Communication) {
+            if let Some(step) = window.step_of(span.step) {
+                collectives[step].push((span.start_ns, span.end_ns));
             }
         }
-        let step = |(row, collectives): (&super::steps::StepRow, Vec<f64>)| {
+        let step = |(row, collectives): (&StepRow, Vec<(i64, i64)>)| {
+            let extent = Intervals::union(collectives.iter().copied()).extent();
             let step = RankStep {
                 seconds: row.seconds,
                 compute_seconds: row.compute_seconds,
                 input_seconds: row.input_seconds,
                 collectives,
+                compute: extent.map_or_else(Intervals::default, |(start, end)| compute.within(start, end)),
             };
             (row.number, step)
         };
@@ -54,18 +60,21 @@ impl RankSteps {
     }
 }
 
-/// The own work of every rank in one step: its length less what it waited in collectives. None if
-/// the ranks did not run the same collectives.
+/// The own work of every rank in one step: its length less what it waited in collectives while it
+/// computed nothing. None if the ranks did not run the same collectives.
 fn own_work(steps: &[&RankStep]) -> Option<Vec<f64>> {
     let count = steps.first()?.collectives.len();
     if count == 0 || steps.iter().any(|step| step.collectives.len() != count) {
         return None;
     }
-    let shortest = |index: usize| steps.iter().map(|step| step.collectives[index]).fold(f64::INFINITY, f64::min);
-    let transfers: Vec<f64> = (0..count).map(shortest).collect();
+    let length = |(start, end): (i64, i64)| end - start;
+    let shortest = |index: usize| steps.iter().map(|step| length(step.collectives[index])).min().unwrap_or(0);
+    let transfers: Vec<i64> = (0..count).map(shortest).collect();
     let own = |step: &&RankStep| {
-        let waited: f64 = step.collectives.iter().zip(&transfers).map(|(length, least)| length - least).sum();
-        (step.seconds - waited).max(0.0)
+        // The transfer comes last, once everybody is there. Collectives may run side by side.
+        let waits = step.collectives.iter().zip(&transfers).map(|((start, end), transfer)| (*start, end - transfer));
+        let waited = Intervals::union(waits).without(&step.compute).length_ns();
+        (step.seconds - seconds(waited)).max(0.0)
     };
     Some(steps.iter().map(own).collect())
 }
@@ -161,12 +170,17 @@ pub fn straggler(ranks: &[RankSteps]) -> Option<Verdict> {
 mod tests {
     use super::*;
 
+    /// Steps with their length and that of two collectives, which follow on each other; seconds.
     fn rank(rank: u32, steps: &[(f64, [f64; 2])]) -> RankSteps {
-        let step = |(seconds, collectives): &(f64, [f64; 2])| RankStep {
-            seconds: *seconds,
-            compute_seconds: 0.05,
-            input_seconds: 0.0,
-            collectives: collectives.to_vec(),
+        let step = |(seconds, [first, second]): &(f64, [f64; 2])| {
+            let ns = |seconds: f64| (seconds * 1e9) as i64;
+            RankStep {
+                seconds: *seconds,
+                compute_seconds: 0.05,
+                input_seconds: 0.0,
+                collectives: vec![(0, ns(*first)), (ns(0.05), ns(0.05 + second))],
+                compute: Intervals::default(),
+            }
         };
         RankSteps { rank, steps: steps.iter().map(step).enumerate().map(|(n, step)| (n as u64, step)).collect() }
     }
@@ -177,8 +191,20 @@ mod tests {
         let last = [(0.1, [0.001, 0.001]), (0.1, [0.001, 0.001])];
         let verdict = straggler(&[rank(0, &waiting), rank(5, &last), rank(2, &waiting)]).unwrap();
         assert_eq!((verdict.cause, verdict.severity), (Cause::Straggler, Severity::Critical));
-        assert!((verdict.saving.unwrap().seconds - 0.03).abs() < 1e-9);
+        assert!((verdict.saving.unwrap().seconds - 0.03).abs() < 1e-6);
         assert_eq!(verdict.evidence[0].place.rank, Some(5));
+    }
+
+    #[test]
+    fn waiting_counts_once_and_not_under_compute() {
+        let last = (0.1, [0.001, 0.001]);
+        let mut waits = rank(1, &[(0.1, [0.041, 0.041])]);
+        let step = waits.steps.get_mut(&0).unwrap();
+        // Both collectives wait at the same time, and half of it is computed under.
+        step.collectives[1] = step.collectives[0];
+        step.compute = Intervals::union([(0, 20_000_000)]);
+        let saving = straggler(&[rank(0, &[last]), waits]).unwrap().saving.unwrap();
+        assert!((saving.seconds - 0.02).abs() < 1e-6, "{saving:?}");
     }
 
     #[test]
@@ -191,7 +217,7 @@ mod tests {
     #[test]
     fn ranks_with_other_collectives_or_alone_have_no_verdict() {
         let mut odd = rank(1, &[(0.1, [0.05, 0.05])]);
-        odd.steps.get_mut(&0).unwrap().collectives.push(0.1);
+        odd.steps.get_mut(&0).unwrap().collectives.push((0, 1));
         assert_eq!(straggler(&[rank(0, &[(0.1, [0.001, 0.001])]), odd]), None);
         assert_eq!(straggler(&[rank(0, &[(0.1, [0.001, 0.001])])]), None);
     }

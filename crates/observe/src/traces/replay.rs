@@ -258,25 +258,28 @@ fn nodes(window: &Window) -> Vec<Node> {
         let latency_ns = launch_ns.map(|at| start_ns - at);
         let launched_late = launch_ns.is_some_and(|at| until.is_none_or(|until| at > until));
         let prompt = launched_late && latency_ns.is_some_and(|latency| latency <= 3 * typical.latency_ns);
-        let other = if prompt {
-            None
-        } else {
-            last_to_end(&ends, start_ns).and_then(|at| {
-                let (of, end_ns) = (by_end[at], ends[at]);
-                let on_other_stream = trace.op_span(&trace.ops[of as usize]).lane != span.lane;
-                let lag_ns = start_ns - end_ns;
-                let explains = ready_ns.is_none_or(|ready| end_ns > ready) && lag_ns < 2 * KERNEL_WAIT_NS;
-                (on_other_stream && explains && (of as usize) < index).then_some(After { of, lag_ns })
-            })
+        let last = last_to_end(&ends, start_ns).map(|at| (by_end[at], ends[at])).filter(|(of, _)| {
+            let on_other_stream = trace.op_span(&trace.ops[*of as usize]).lane != span.lane;
+            on_other_stream && (*of as usize) < index
+        });
+        let explains = |end_ns: i64| {
+            !prompt && ready_ns.is_none_or(|ready| end_ns > ready) && start_ns - end_ns < 2 * KERNEL_WAIT_NS
         };
-        let bound_by_launch = launched_late && other.is_none();
+        let waited_for_other = last.is_some_and(|(_, end_ns)| explains(end_ns));
+        let bound_by_launch = launched_late && !waited_for_other;
+        let other = last.filter(|_| waited_for_other || bound_by_launch).map(|(of, end_ns)| {
+            let gap_ns = start_ns - end_ns;
+            // Work that was launched late may depend on what had ended on other streams by then. A
+            // replay keeps that order, and so rather saves too little.
+            After { of, lag_ns: if waited_for_other { gap_ns } else { gap_ns.min(typical.gap_ns) } }
+        });
         let launch = op.call.zip(latency_ns).map(|(of, latency_ns)| After {
             of,
             lag_ns: if bound_by_launch { latency_ns } else { latency_ns.min(typical.latency_ns) },
         });
         let stream = before.zip(until).map(|(of, until)| {
             let gap_ns = start_ns - until;
-            After { of, lag_ns: if bound_by_launch || other.is_some() { gap_ns.min(typical.gap_ns) } else { gap_ns } }
+            After { of, lag_ns: if bound_by_launch || waited_for_other { gap_ns.min(typical.gap_ns) } else { gap_ns } }
         });
         nodes.push(Node {
             length_ns: span.duration_ns(),

@@ -1,4 +1,4 @@
-//! What is known about a set of traces: figures per rank, and verdicts.
+//! The report about a set of traces: figures per rank, and verdicts.
 
 use super::breakdown::{Breakdown, Communication, Idle, StreamIdle};
 use super::kernels::{Kernel, LaunchCost};
@@ -64,9 +64,14 @@ impl Report {
 }
 
 impl RankReport {
+    /// True if work of a device was measured.
+    fn has_device(&self) -> bool {
+        self.idle.is_some()
+    }
+
     fn write(&self, text: &mut String) {
         let of = self.world_size.map(|world| format!(" of {world}")).unwrap_or_default();
-        let devices = match (self.devices.is_empty(), self.idle.is_some()) {
+        let devices = match (self.devices.is_empty(), self.has_device()) {
             (false, _) => self.devices.join(", "),
             (true, true) => "a device without a name".to_owned(),
             (true, false) => "no device".to_owned(),
@@ -79,7 +84,7 @@ impl RankReport {
             let part = |seconds: f64| share(seconds, b.total_seconds);
             line(
                 text,
-                "device",
+                if self.has_device() { "device" } else { "host" },
                 &format!(
                     "{}: compute {}, other work {}, idle {}",
                     format_seconds(b.total_seconds),
@@ -121,7 +126,8 @@ impl RankReport {
         }
         self.write_steps(text);
         for (index, kernel) in self.kernels.iter().take(KERNELS_SHOWN).enumerate() {
-            let head = if index == 0 { "top kernels" } else { "" };
+            let title = if self.has_device() { "top kernels" } else { "top operators" };
+            let head = if index == 0 { title } else { "" };
             let row = format!(
                 "{:>5.1} % {:>6} x {:>9}  {}",
                 100.0 * kernel.share,

@@ -50,13 +50,13 @@ pub enum ReadError {
     NotJson {
         /// Position of the first byte that cannot be.
         position: u64,
-        /// What was found there.
+        /// The byte there.
         found: String,
     },
     /// The file is JSON without events.
     #[error("{found}: a trace has an array `traceEvents`, as torch.profiler's export_chrome_trace writes it")]
     NotATrace {
-        /// What the document is.
+        /// The document in words.
         found: String,
     },
 }
@@ -169,7 +169,7 @@ pub struct Trace {
     pub steps: Vec<Step>,
     /// The origin of the steps.
     pub step_origin: StepOrigin,
-    /// What was passed over.
+    /// Events that were passed over.
     pub skipped: Skipped,
     /// Number of events in the file.
     pub events: u64,

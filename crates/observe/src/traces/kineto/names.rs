@@ -1,4 +1,4 @@
-//! What categories and names of the profiler mean.
+//! The meaning of the profiler's categories and names.
 
 use super::CallClass;
 use crate::span::Kind;

@@ -173,7 +173,7 @@ fn document<R: Read>(values: &mut Values<R>, builder: &mut Builder) -> Result<()
     Err(ReadError::NotATrace { found })
 }
 
-/// How an array of events may end.
+/// The ways in which an array of events may end.
 #[derive(Clone, Copy, PartialEq)]
 enum Ending {
     Bracket,
@@ -353,6 +353,7 @@ impl Builder {
         timeline.spans = self.items.into_iter().map(|item| item.span).collect();
         let (steps, step_origin) = steps::find(&timeline);
         mark_steps(&mut timeline, &calls, &ops, &steps);
+        drop_loops_from_input(&mut timeline, &steps);
         Trace {
             path: path.to_owned(),
             world_size: self.world_size,
@@ -366,6 +367,17 @@ impl Builder {
             step_origin,
             skipped: self.skipped,
             events: self.events,
+        }
+    }
+}
+
+/// A region with `dataloader` in its name that goes on over the begin of a step is the training loop,
+/// not a wait.
+fn drop_loops_from_input(timeline: &mut Timeline, steps: &[Step]) {
+    for span in timeline.spans.iter_mut().filter(|span| span.kind == Kind::Input) {
+        let next = steps.partition_point(|step| step.start_ns <= span.start_ns);
+        if steps.get(next).is_some_and(|step| step.start_ns < span.end_ns) {
+            span.kind = Kind::Host;
         }
     }
 }

@@ -124,7 +124,7 @@ impl<R: Read> Values<R> {
     }
 }
 
-/// How far the scan of one value has come.
+/// The state of the scan of one value.
 #[derive(Default)]
 struct Scan {
     depth: u32,
