@@ -80,8 +80,8 @@ enum Chore {
     /// Compare the simulator with published measurements: a table per source, the error of every
     /// row, the bars.
     Validate(validate::Options),
-    /// Plant causes of lost time whose verdict is known, count how often `trainyard doctor` is right,
-    /// and write the tables of docs/finding-bottlenecks.md.
+    /// Plant causes of lost time whose verdict is known, count how often `trainyard doctor` is
+    /// right, and write the tables of docs/finding-bottlenecks.md.
     Verdicts(verdicts::Options),
 }
 

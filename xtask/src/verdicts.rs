@@ -1,9 +1,9 @@
 //! `cargo xtask verdicts`: how often the verdicts of `trainyard doctor` are right.
 //!
 //! Causes are planted in recordings on a virtual clock ([`planted`]), at three severities and from
-//! several seeds; the first verdict is compared with the planted cause, and the predicted saving with
-//! the true cost. Healthy recordings count false alarms. With `--real`, small real runs are trained
-//! with a cause and without it. The tables go into docs/finding-bottlenecks.md.
+//! several seeds; the first verdict is compared with the planted cause, and the predicted saving
+//! with the true cost. Healthy recordings count false alarms. With `--real`, small real runs are
+//! trained with a cause and without it. The tables go into docs/finding-bottlenecks.md.
 
 #[path = "../../crates/observe/tests/planted/mod.rs"]
 mod planted;
@@ -33,7 +33,8 @@ pub struct Options {
     /// Healthy steps in which no alarm may be raised.
     #[arg(long, default_value_t = 10_000)]
     clean_steps: u64,
-    /// Train real runs with planted causes too; takes some minutes on a machine that nobody else uses.
+    /// Train real runs with planted causes too; takes some minutes on a machine that nobody else
+    /// uses.
     #[arg(long)]
     real: bool,
     /// Only these real runs.

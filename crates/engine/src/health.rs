@@ -1,12 +1,12 @@
 //! Health of the training: losses and gradient norms that are far from those of the steps before.
 //!
 //! A [`History`] keeps the last losses and norms. A number is a spike if it is above the median by
-//! more than a configured number of deviations, where a deviation is 1.4826 times the median absolute
-//! deviation (that of a normal distribution) and at least a small share of the median. Both are
-//! robust: a spike does not raise the limit for the next one.
+//! more than a configured number of deviations, where a deviation is 1.4826 times the median
+//! absolute deviation (that of a normal distribution) and at least a small share of the median.
+//! Both are robust: a spike does not raise the limit for the next one.
 //!
-//! The history is part of the state in checkpoints, and all ranks have the same numbers. So all ranks
-//! decide alike, and a resumed run decides as one that never stopped.
+//! The history is part of the state in checkpoints, and all ranks have the same numbers. So all
+//! ranks decide alike, and a resumed run decides as one that never stopped.
 
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -73,7 +73,8 @@ impl History {
         Some(SpikeLimits { loss: limit(&self.losses, DEVIATION_MIN[0])?, norm: limit(&self.norms, DEVIATION_MIN[1])? })
     }
 
-    /// Adds a finished step, and returns what is suspicious about it. `deviations` makes the limits.
+    /// Adds a finished step, and returns what is suspicious about it. `deviations` makes the
+    /// limits.
     pub fn add(&mut self, loss: f64, norm: f64, deviations: f64) -> Option<Suspicion> {
         let usual = |values: &VecDeque<f64>| median(values.iter().copied()).unwrap_or(f64::NAN);
         if !loss.is_finite() || !norm.is_finite() {

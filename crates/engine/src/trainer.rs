@@ -189,7 +189,7 @@ struct Run<'s> {
     kinds: Kinds,
     above_peak: AbovePeak,
     last_loss: f64,
-    /// What is suspicious about the step that has just run.
+    /// The suspicious number of the step that has just run.
     suspicion: Option<Suspicion>,
     /// True once a spike is to end the run.
     is_stopped_by_spike: bool,

@@ -1,6 +1,6 @@
-//! Recorded steps as a Chrome trace that Perfetto opens: a process per rank, a track per lane, all on
-//! one clock, and arrows from sends to receives. Below a rank's lanes stand those of its predicted
-//! step.
+//! Recorded steps as a Chrome trace that Perfetto opens: a process per rank, a track per lane, all
+//! on one clock, and arrows from sends to receives. Below a rank's lanes stand those of its
+//! predicted step.
 
 use crate::measured::{Measured, work};
 use crate::run::Run;

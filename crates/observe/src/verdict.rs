@@ -1,8 +1,8 @@
 //! Verdicts: what bounds a step, how much it costs, and what to change.
 //!
-//! A [`Verdict`] names one cause from a closed list. Its size is a counterfactual: the measured step
-//! replayed without the cause. A [`Diagnosis`] holds the verdicts about one recording, gravest first,
-//! and gives the exit code of the program.
+//! A [`Verdict`] names one cause from a closed list. Its size is a counterfactual: the measured
+//! step replayed without the cause. A [`Diagnosis`] holds the verdicts about one recording, gravest
+//! first, and gives the exit code of the program.
 
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
@@ -100,7 +100,8 @@ impl Cause {
         }
     }
 
-    /// True for causes that make the run wrong or end it, and are looked after before time is saved.
+    /// True for causes that make the run wrong or end it, and are looked after before time is
+    /// saved.
     fn comes_first(self) -> bool {
         matches!(self, Cause::Hang | Cause::WrongNumbers | Cause::Leak | Cause::IncompleteData)
     }
@@ -396,8 +397,8 @@ pub struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// Orders verdicts by severity, then by saving. Of the same severity, those without which the run
-    /// is wrong or ends come first.
+    /// Orders verdicts by severity, then by saving. Of the same severity, those without which the
+    /// run is wrong or ends come first.
     pub fn new(mut verdicts: Vec<Verdict>) -> Self {
         let seconds = |verdict: &Verdict| verdict.saving.map_or(0.0, |saving| saving.seconds);
         let first = |verdict: &Verdict| verdict.cause.comes_first();

@@ -66,8 +66,8 @@ pub fn append(run: &Path, event: &HealthEvent) -> Result<(), RecordError> {
     file.and_then(|mut file| file.write_all(&line)).map_err(RecordError::io("write", &path))
 }
 
-/// The events of a run, oldest first. A step that was repeated after a resume has only the events of
-/// its last execution.
+/// The events of a run, oldest first. A step that was repeated after a resume has only the events
+/// of its last execution.
 ///
 /// # Errors
 /// A file that cannot be read.

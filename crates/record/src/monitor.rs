@@ -1,7 +1,7 @@
 //! Samples of the machine while a run goes on: `monitor.jsonl`, about one a second.
 //!
-//! A [`Monitor`] is a thread that reads `/proc` and the control group of the process. Rates are over
-//! the time since the sample before. What a machine does not tell is absent.
+//! A [`Monitor`] is a thread that reads `/proc` and the control group of the process. Rates are
+//! over the time since the sample before. What a machine does not tell is absent.
 
 use crate::{RecordError, health::lines};
 use serde::{Deserialize, Serialize};

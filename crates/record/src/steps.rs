@@ -6,8 +6,8 @@
 //!
 //! A step's block is written in one piece when the step ends, so a killed run loses none but the
 //! last. Two limits keep the file small. Steps are left out while the file has more than
-//! [`BYTES_A_STEP`] for each step so far. When a file is full, it replaces the one before it, so that
-//! between one and two times [`FILE_BYTES`] of recent steps are on disk.
+//! [`BYTES_A_STEP`] for each step so far. When a file is full, it replaces the one before it, so
+//! that between one and two times [`FILE_BYTES`] of recent steps are on disk.
 
 use crate::{RecordError, trace_folder};
 use serde::{Deserialize, Serialize};

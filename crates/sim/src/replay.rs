@@ -2,8 +2,8 @@
 //!
 //! [`Replay::of`] splits the measured times of all ranks into what was each instruction's own and
 //! what was waiting. Played unchanged, they give the measured step again. Played with a duration
-//! changed, they give the step as it would have been: whoever waited for that instruction waits less,
-//! on its rank and on others.
+//! changed, they give the step as it would have been: whoever waited for that instruction waits
+//! less, on its rank and on others.
 //!
 //! Ranks meet in collectives. A collective's own time begins when the last rank has come. A receive
 //! begins with its send. A send whose receiver was late ends only when it came, unless it ended

@@ -98,6 +98,25 @@ const CASES: [Case; 15] = [
     Case { beside: Beside::Limit(80), ..case("a limit of 0.8 cores", "throttled", &["training.steps=400"], "") },
 ];
 
+/// The file of the configuration of all runs.
+const CONFIG: &str = "c.toml";
+const CONFIG_TEXT: &str = r#"
+[model]
+preset = "quickstart"
+dim = 64
+layers = 4
+heads = 2
+[tokenizer]
+kind = "bytes"
+[data]
+train = ["text"]
+[training]
+sequence_length = 128
+steps = 60
+micro_batch_size = 2
+global_batch_size = 4
+"#;
+
 /// Trains all cases, and returns the table.
 pub fn run(root: &Path, only: &[String]) -> Result<String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -109,6 +128,7 @@ pub fn run(root: &Path, only: &[String]) -> Result<String> {
     }
     fs::create_dir_all(scratch.join("text")).context("cannot make the folder of the runs")?;
     fs::write(scratch.join("text/a.txt"), "to be or not to be, that is the question. ".repeat(20_000))?;
+    fs::write(scratch.join(CONFIG), CONFIG_TEXT).context("cannot write the configuration of the runs")?;
     let runs = Runs { program: root.join("target/debug/trainyard"), scratch };
     let mut table = String::from(
         "| planted | right verdict | first verdict | predicted saving | gained |\n|---|---|---|---|---|\n",
@@ -159,24 +179,12 @@ impl Runs {
         command
     }
 
-    /// The settings of every run, as options.
+    /// The configuration and the settings of a run, as arguments.
     fn settings(&self, case: &Case, name: &str, planted: bool) -> Vec<String> {
-        let base = [
-            "model.preset=quickstart",
-            "model.dim=64",
-            "model.layers=4",
-            "model.heads=2",
-            "tokenizer.kind=bytes",
-            "data.train=text",
-            "training.sequence_length=128",
-            "training.steps=60",
-            "training.micro_batch_size=2",
-            "training.global_batch_size=4",
-        ];
         let also = if planted { case.also } else { &[] };
-        let all = base.iter().chain(case.sets).chain(also).map(|set| (*set).to_owned());
+        let all = case.sets.iter().chain(also).map(|set| (*set).to_owned());
         let all = all.chain([format!("run.name={name}")]);
-        all.flat_map(|set| ["--set".to_owned(), set]).collect()
+        std::iter::once(CONFIG.to_owned()).chain(all.flat_map(|set| ["--set".to_owned(), set])).collect()
     }
 
     fn train(&self, case: &Case, name: &str, planted: bool) -> Result<()> {

@@ -18,8 +18,8 @@ use trainyard_observe::verdict::format_seconds;
 /// Explain training steps: where their time went, what bounds them, what to change, and what that
 /// would save. Reads the folder of a run, two of them to compare, or traces of PyTorch's profiler.
 ///
-/// Exit code: 0 if nothing grave was found, 3 if something costs 5 % of a step, 4 if something costs
-/// 20 % or numbers are wrong.
+/// Exit code: 0 if nothing grave was found, 3 if something costs 5 % of a step, 4 if something
+/// costs 20 % or numbers are wrong.
 #[derive(clap::Args)]
 pub struct Args {
     /// The folder of a run, e.g. runs/NAME; two of them, to see what changed from the first to the

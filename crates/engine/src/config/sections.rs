@@ -729,9 +729,9 @@ section! {
     HealthSection = "health" {
         /// The reaction to a step whose loss or gradient norm is a spike.
         on_spike: OnSpike = OnSpike::Warn;
-        /// Deviations above the median of the last 128 steps from which a loss or norm is a spike. A
-        /// deviation is 1.4826 times the median absolute deviation, at least 2 % of the median loss
-        /// and 10 % of the median norm.
+        /// Deviations above the median of the last 128 steps from which a loss or norm is a spike.
+        /// A deviation is 1.4826 times the median absolute deviation, at least 2 % of the median
+        /// loss and 10 % of the median norm.
         spike_deviations: f64 = 10.0;
     }
 }
@@ -748,8 +748,8 @@ section! {
         /// Write TensorBoard event files.
         #[elsewhere("enable_tensorboard", "report_to")]
         tensorboard: bool = true;
-        /// Keep a record of the run for `trainyard doctor` and `trainyard trace`: the times of every
-        /// instruction of recent steps (`trace/`), and a sample of the machine a second
+        /// Keep a record of the run for `trainyard doctor` and `trainyard trace`: the times of
+        /// every instruction of recent steps (`trace/`), and a sample of the machine a second
         /// (`monitor.jsonl`).
         record: bool = true;
         /// Write `trace/rank-0.json`: a timeline, for Perfetto, of the program's instructions in

@@ -1,5 +1,5 @@
-//! Causes that are the machine: cores that others take or that are slowed, memory that runs short or
-//! leaks, neighbours.
+//! Causes that are the machine: cores that others take or that are slowed, memory that runs short
+//! or leaks, neighbours.
 
 use super::{Findings, computes, verdict};
 use crate::verdict::{Advice, Cause, Evidence, Severity, Unit, Verdict};

@@ -1,5 +1,5 @@
-//! The causes: each function looks for one kind in the measured steps and returns a verdict with its
-//! evidence and its size.
+//! The causes: each function looks for one kind in the measured steps and returns a verdict with
+//! its evidence and its size.
 
 mod machine;
 mod numbers;

@@ -1,4 +1,5 @@
-//! Causes that are differences between ranks: a slow one, uneven work, and the bubble of a pipeline.
+//! Causes that are differences between ranks: a slow one, uneven work, and the bubble of a
+//! pipeline.
 
 use super::{Findings, computes, verdict};
 use crate::measured::{Measured, Place};
@@ -143,8 +144,8 @@ fn seconds(verdict: &Verdict) -> f64 {
     verdict.saving.map_or(0.0, |saving| saving.seconds)
 }
 
-/// Stages with unequal work. The work of an instruction is what its kind takes on all ranks, so that
-/// a slow rank is no uneven work.
+/// Stages with unequal work. The work of an instruction is what its kind takes on all ranks, so
+/// that a slow rank is no uneven work.
 fn stages(findings: &Findings<'_>) -> Option<Verdict> {
     let program = &findings.run.ranks.first()?.programs.programs[0];
     if program.mesh.pp < 2 {

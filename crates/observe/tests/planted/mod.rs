@@ -1,8 +1,8 @@
 //! Recordings whose cause of lost time is known.
 //!
 //! A recording is made on a virtual clock: programs that were really lowered are played with seeded
-//! durations, once with a planted cause and once without it. So it takes no time of its own, and the
-//! true cost of the cause is known.
+//! durations, once with a planted cause and once without it. So it takes no time of its own, and
+//! the true cost of the cause is known.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

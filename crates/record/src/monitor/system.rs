@@ -25,8 +25,8 @@ pub struct Counters {
     network: [u64; 4],
     /// Microseconds of pressure: CPU, memory, IO.
     pressure: [Option<u64>; 3],
-    /// Periods of the control group, those in which it was stopped, and the nanoseconds for which its
-    /// cores were.
+    /// Periods of the control group, those in which it was stopped, and the nanoseconds for which
+    /// its cores were.
     periods: Option<[u64; 3]>,
     /// What is no rate.
     now: Sample,
