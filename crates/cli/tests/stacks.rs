@@ -8,7 +8,7 @@ const SMALL: [&str; 9] =
     ["plan", "--model", "llama-1b", "--cluster", "1x4xA100-80GB", "--global-batch", "32", "--sequence-length", "2048"];
 
 fn json(folder: &Folder, more: &[&str]) -> serde_json::Value {
-    let ran = folder.run(&[&SMALL[..], more].concat()).ok();
+    let ran = folder.run(&[&SMALL[..], &["--json"], more].concat()).ok();
     serde_json::from_str(&ran.stdout).unwrap()
 }
 
