@@ -97,7 +97,7 @@ fn a_profile_of_ones_own_is_planned_for_and_mistakes_are_told() {
     for plan in answer["plans"].as_array().unwrap() {
         assert_eq!((&plan["zero_stage"], &plan["activation_checkpointing"]["full"]), (&0.into(), &16.into()), "{plan}");
     }
-    folder.write("wrong.toml", &profile.replace("overlap_reduce", "overlap"));
+    folder.write("wrong.toml", profile.replace("overlap_reduce", "overlap"));
     for (stack, says) in
         [("wrong.toml", "overlap"), ("caffe", "one of trainyard, megatron"), ("missing.toml", "missing.toml")]
     {
