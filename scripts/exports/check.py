@@ -122,8 +122,14 @@ def megatron_checkout(entry):
     from megatron.training import arguments as megatron_training
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
+    import types
+
+    import torch
+
     # There is no GPU to ask; plans are for Hopper.
     megatron_training.get_device_arch_version = lambda: 9
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0, name="H100")
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--train-iters", "10", "--lr", "1e-4"]
     arguments = parser.parse_args(megatron_arguments(entry) + data)

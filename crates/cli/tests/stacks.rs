@@ -8,7 +8,7 @@ const SMALL: [&str; 9] =
     ["plan", "--model", "llama-1b", "--cluster", "1x4xA100-80GB", "--global-batch", "32", "--sequence-length", "2048"];
 
 fn json(folder: &Folder, more: &[&str]) -> serde_json::Value {
-    let ran = folder.run(&[&SMALL[..], more].concat()).ok();
+    let ran = folder.run(&[&SMALL[..], &["--json"], more].concat()).ok();
     serde_json::from_str(&ran.stdout).unwrap()
 }
 
@@ -97,7 +97,7 @@ fn a_profile_of_ones_own_is_planned_for_and_mistakes_are_told() {
     for plan in answer["plans"].as_array().unwrap() {
         assert_eq!((&plan["zero_stage"], &plan["activation_checkpointing"]["full"]), (&0.into(), &16.into()), "{plan}");
     }
-    folder.write("wrong.toml", &profile.replace("overlap_reduce", "overlap"));
+    folder.write("wrong.toml", profile.replace("overlap_reduce", "overlap"));
     for (stack, says) in
         [("wrong.toml", "overlap"), ("caffe", "one of trainyard, megatron"), ("missing.toml", "missing.toml")]
     {

@@ -90,7 +90,7 @@ mod tests {
         for (from, to, says) in [
             ("\"num_local_experts\": 8, ", "", "num_local_experts"),
             ("\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 0", "`num_experts_per_tok` is 0"),
-            ("\"hidden_size\": 4096, ", "", "hidden_size"),
+            ("\"hidden_size\": 4096", "\"hidden_size\": 0", "hidden_size"),
             ("\"use_cache\"", "\"decoder_sparse_step\": 2, \"use_cache\"", "experts in every block"),
         ] {
             let text = MIXTRAL.replacen(from, to, 1);

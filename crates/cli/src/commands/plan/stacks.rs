@@ -102,7 +102,7 @@ fn price(request: &Request, plan: &Plan) -> f64 {
 
 /// The comparison, as text.
 pub(super) fn table(request: &Request, all: &[Best]) -> String {
-    let mut text = "what other trainers can run, each priced as it runs (--stack NAME for more)\n".to_owned();
+    let mut text = "the best of each trainer, by its own software (--stack NAME for more)\n".to_owned();
     let mut rows: Vec<Vec<String>> = Vec::new();
     let mut lacking = String::new();
     for best in all {
