@@ -1,4 +1,4 @@
-//! What a watcher of a run should know at once.
+//! Alerts: facts that a watcher of a run should know at once.
 
 use crate::inside::Inside;
 use crate::run::{State, Summary, files, now_s};

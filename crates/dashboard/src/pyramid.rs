@@ -1,9 +1,9 @@
 //! One metric of a run, so that any part of it can be drawn without losing a value.
 //!
 //! A [`Pyramid`] keeps every value, and above them levels of [`Bucket`]s: each has the minimum, the
-//! maximum and the mean of 16 buckets below it. Any range of values is the union of a few buckets, so
-//! the answer to [`Pyramid::range`] is exact and costs the logarithm of the range. A curve that is
-//! drawn from such answers shows every spike, however far one zooms out.
+//! maximum and the mean of 16 buckets below it. Any range of values is the union of a few buckets,
+//! so the answer to [`Pyramid::range`] is exact and costs the logarithm of the range. A curve that
+//! is drawn from such answers shows every spike, however far one zooms out.
 
 /// Buckets of a level in one bucket of the next.
 const FANOUT: usize = 16;

@@ -1,9 +1,9 @@
 //! All runs of a folder in one SQLite file, `registry.sqlite`, to be asked by any program.
 //!
-//! The folders of runs are the truth and the registry follows from them. Whoever asks brings it up to
-//! date first, in one transaction, so a process that is killed leaves the state before or after. A
-//! registry that is missing, damaged or of another version is made anew. A run that trains does not
-//! wait for it, because it does not write it.
+//! The folders of runs are the truth and the registry follows from them. Whoever asks brings it up
+//! to date first, in one transaction, so a process that is killed leaves the state before or after.
+//! A registry that is missing, damaged or of another version is made anew. A run that trains does
+//! not wait for it, because it does not write it.
 
 use crate::inside::Inside;
 use crate::run::{Mark, State, Summary, folders};
@@ -93,8 +93,8 @@ pub struct Rows {
 }
 
 impl Registry {
-    /// Opens the registry of the runs folder `root` and brings it up to date. In a folder that cannot
-    /// be written it is kept in memory.
+    /// Opens the registry of the runs folder `root` and brings it up to date. In a folder that
+    /// cannot be written it is kept in memory.
     ///
     /// # Errors
     ///

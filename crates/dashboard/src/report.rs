@@ -9,7 +9,8 @@ use crate::timeline::Timelines;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// Buckets of a curve in a report. More than a screen has pixels, so that zooming in still shows more.
+/// Buckets of a curve in a report. More than a screen has pixels, so that zooming in still shows
+/// more.
 const BINS: usize = 4_000;
 /// Curves of further metrics have this many buckets.
 const BINS_OF_MANY: usize = 400;

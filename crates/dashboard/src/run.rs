@@ -287,8 +287,8 @@ fn last_record(inside: &Inside, path: &Path) -> io::Result<BTreeMap<String, f64>
     }
 }
 
-/// The settings in the text of a `config.toml`, by `section.key`. Derived settings stand in comments
-/// (`# key = value  # reason`) and count too.
+/// The settings in the text of a `config.toml`, by `section.key`. Derived settings stand in
+/// comments (`# key = value  # reason`) and count too.
 pub fn settings(text: &str) -> BTreeMap<String, Value> {
     let mut settings = BTreeMap::new();
     let mut section = String::new();

@@ -1,4 +1,4 @@
-//! Which runs, in which order: `--where 'dim=768' --sort tps`.
+//! A choice of runs, and their order: `--where 'dim=768' --sort tps`.
 
 use serde_json::{Map, Value};
 use std::cmp::Ordering;

@@ -119,7 +119,8 @@ impl Run {
         Ok(summary)
     }
 
-    /// Reads what was appended to the records, for at most about the time of one slice of each file.
+    /// Reads what was appended to the records, for at most about the time of one slice of each
+    /// file.
     ///
     /// # Errors
     ///

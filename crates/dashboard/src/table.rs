@@ -2,8 +2,8 @@
 //!
 //! A run that resumes removes the records of steps that it repeats, by replacing the file. So a
 //! [`Table`] compares the end of what it has read with the file before it reads on, and begins anew
-//! if they differ. Records whose place is not above the last one replace what is there: either way a
-//! run is one curve.
+//! if they differ. Records whose place is not above the last one replace what is there: either way
+//! a run is one curve.
 
 use crate::flatten;
 use crate::inside::Inside;
@@ -85,8 +85,8 @@ pub enum Scale {
 }
 
 impl Table {
-    /// The table of a file, which need not exist yet. `places` are the keys that place a record on the
-    /// horizontal axis: the first that a record has.
+    /// The table of a file, which need not exist yet. `places` are the keys that place a record on
+    /// the horizontal axis: the first that a record has.
     pub fn new(path: PathBuf, places: &'static [&'static str]) -> Table {
         Table { path, places, ..Table::default() }
     }
@@ -181,8 +181,8 @@ impl Table {
     }
 
     /// The part of a column from place `from` to place `to`, with one record on each side, in about
-    /// `bins` buckets. Each record is in exactly one bucket; if there are at most `bins` records each
-    /// has its own.
+    /// `bins` buckets. Each record is in exactly one bucket; if there are at most `bins` records
+    /// each has its own.
     pub fn curve(&self, name: &str, from: f64, to: f64, bins: usize, scale: Scale) -> Curve {
         let Some(column) = self.column(name) else { return Curve::default() };
         let above = |at: f64| self.steps.count_below(at.next_up());

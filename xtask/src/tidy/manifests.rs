@@ -48,6 +48,7 @@ const ARROWS: [(&str, &[&str]); 19] = [
             "sim",
             "plan",
             "calibrate",
+            "dashboard",
             "observe",
             "tune",
             "compress",

@@ -21,8 +21,8 @@ pub struct Args {
     /// With --sort: the smallest first.
     #[arg(long, requires = "sort")]
     reverse: bool,
-    /// Only runs of which this holds, such as dim=768, tps>1000, or name~test (contains). Can be given
-    /// several times.
+    /// Only runs of which this holds, such as dim=768, tps>1000, or name~test (contains). Can be
+    /// given several times.
     #[arg(long = "where", value_name = "CONDITION")]
     conditions: Vec<String>,
     /// Print everything as CSV: columns, then settings and metrics.

@@ -1,8 +1,8 @@
 //! News for everybody who watches, as server-sent events.
 //!
 //! One thread looks at the runs once a second while there are watchers, writes the news once, and
-//! hands the same bytes to all of them. A watcher who does not keep up misses events; each event says
-//! at which record it begins, so the page notices and asks again.
+//! hands the same bytes to all of them. A watcher who does not keep up misses events; each event
+//! says at which record it begins, so the page notices and asks again.
 
 use super::api;
 use crate::run::{State, Summary};
@@ -156,8 +156,8 @@ impl Seen {
 }
 
 /// The records of a table after the known ones. `values` has for each metric a value per place: a
-/// number, null if it is not finite, false if it is absent, or minimum, maximum, mean, count and number
-/// of values that are not finite.
+/// number, null if it is not finite, false if it is absent, or minimum, maximum, mean, count and
+/// number of values that are not finite.
 fn news_of(table: &Table, (generation, known): Known, prefix: &str) -> Option<Map<String, Value>> {
     let start = if generation == table.generation() { known } else { 0 };
     let end = table.len();

@@ -1,4 +1,4 @@
-//! Who may read.
+//! The rule for requests: the loopback by its own names, or a token.
 
 use super::ServeError;
 use hyper::header::{self, HeaderName, HeaderValue};
@@ -11,7 +11,8 @@ pub const TOKEN_LEN_MIN: usize = 16;
 /// The cookie that holds the token.
 const COOKIE: &str = "trainyard_token";
 
-/// Headers of every answer. The page may load nothing from elsewhere, and no other page may show it.
+/// Headers of every answer. The page may load nothing from elsewhere, and no other page may show
+/// it.
 pub const HEADERS: [(HeaderName, &str); 5] = [
     (
         header::CONTENT_SECURITY_POLICY,
@@ -45,8 +46,8 @@ pub enum Verdict {
 }
 
 impl Guard {
-    /// The rule for a server on `host`. Without a `token` the loopback needs none, and other hosts get
-    /// a random one.
+    /// The rule for a server on `host`. Without a `token` the loopback needs none, and other hosts
+    /// get a random one.
     ///
     /// # Errors
     ///

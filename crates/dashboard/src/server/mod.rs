@@ -2,8 +2,8 @@
 //!
 //! One thread answers everybody. Requests name runs by the names of their folders, which are looked
 //! up in the list of runs, so no request is ever part of a path. Without a token the server answers
-//! this machine alone: it listens on the loopback, and refuses host names that another page's script
-//! could have made to lead here.
+//! this machine alone: it listens on the loopback, and refuses host names that another page's
+//! script could have made to lead here.
 
 mod api;
 mod events;
