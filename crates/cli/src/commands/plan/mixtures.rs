@@ -54,6 +54,7 @@ pub(super) fn architecture(text: &str) -> Result<Option<Architecture>> {
         count: number(count)?,
         per_token: number("num_experts_per_tok")?,
         shared_ffn: shared.map(number).transpose()?.unwrap_or(0),
+        imbalance: Experts::NATURAL,
     };
     let ffn = number(width)?;
     for key in IGNORED.into_iter().chain([count, width]).chain(shared) {
