@@ -13,7 +13,7 @@ const REASONS: &str = "docs/DEPENDENCIES.md";
 
 /// The crates of this workspace that each crate may use: the floors of docs/ARCHITECTURE.md. A new
 /// crate gets a line here.
-const ARROWS: [(&str, &[&str]); 18] = [
+const ARROWS: [(&str, &[&str]); 19] = [
     ("base", &[]),
     ("testing", &[]),
     // Tests compare the kernels with the oracles of `tensor`, which is the only reason for this
