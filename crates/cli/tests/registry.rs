@@ -37,7 +37,8 @@ fn ten_writers_killed_a_hundred_times_lose_no_run() {
                         .stderr(Stdio::null())
                         .spawn()
                         .unwrap();
-                    // The moment of the kill is the point of the test: before, within or after the write.
+                    // The moment of the kill is the point of the test: before, within or after
+                    // the write.
                     std::thread::sleep(Duration::from_millis((7 * writer + 13 * kill) as u64 % 97));
                     child.kill().unwrap();
                     child.wait().unwrap();
