@@ -74,8 +74,8 @@ enum Chore {
     /// Train half a million tiny steps on one rank and on rank threads, and hold the growth of
     /// resident memory to its bar.
     Soak(soak::Options),
-    /// Compare what `doctor` says of traces of PyTorch's profiler with HolisticTraceAnalysis: figures,
-    /// time, memory.
+    /// Compare what `doctor` says of traces of PyTorch's profiler with HolisticTraceAnalysis:
+    /// figures, time, memory.
     Traces(traces::Options),
     /// Compare the simulator with published measurements: a table per source, the error of every
     /// row, the bars.

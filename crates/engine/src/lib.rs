@@ -6,7 +6,7 @@
 //! | [`shape`] | from configuration to model and program |
 //! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`outer`], [`encoded`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
 //! | [`checkpoint`], [`snapshot`], [`metrics`], [`recording`], [`trace`] | the files that a run writes |
-//! | [`corpora`], [`session`], [`resume`], [`trainer`], [`early_stopping`], [`health`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
+//! | [`corpora`], [`session`], [`resume`], [`trainer`], `clock`, [`early_stopping`], [`health`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
 //! | [`positions`], [`watch`], [`faults`], [`lasting_faults`] | the positions of ranks, the detection of failed ones, and injected faults |
 //! | [`trained`], [`evaluate`], [`generate`] | a trained model: opening, evaluation, generation |
 //! | [`predict`], [`limit`], [`host`] | the memory and cost of a step, predicted by executing it without data; settings that fit |
@@ -17,6 +17,7 @@
 
 pub mod bench;
 pub mod checkpoint;
+mod clock;
 pub mod collectives;
 pub mod config;
 pub mod corpora;

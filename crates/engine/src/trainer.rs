@@ -2,7 +2,8 @@
 //! writes checkpoints and stops a run that diverges.
 
 use crate::checkpoint::{BackgroundWriter, Event};
-use crate::config::{Limits, OnSpike};
+use crate::clock::Clock;
+use crate::config::OnSpike;
 use crate::early_stopping::StoppedEarly;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::health::Suspicion;
@@ -195,23 +196,6 @@ struct Run<'s> {
     is_stopped_by_spike: bool,
     first_step_done_s: Option<f64>,
 }
-
-/// Time and the schedule.
-struct Clock {
-    schedule: Schedule,
-    /// The last step of the run, once known.
-    steps: Option<u64>,
-    limits: Limits,
-    left: TimeLeft,
-    began: Instant,
-    /// Seconds of training in earlier sittings.
-    before: f64,
-    last_step_end: Instant,
-}
-
-/// Number of steps that a run with only a time limit makes before it computes the length of its
-/// schedule from their speed.
-const STEPS_TO_CALIBRATE: u64 = 20;
 
 impl<'s> Run<'s> {
     fn open(session: &'s mut Session, progress: &'s mut dyn Progress, control: Control<'s>) -> Result<Run<'s>> {
@@ -760,29 +744,6 @@ impl RunState {
         self.skipped_in_a_row = if counts { self.skipped_in_a_row + 1 } else { 0 };
         let is_expected = outcome.skipped && !outcome.spike && self.scaler.is_dynamic();
         if is_expected { None } else { self.history.add(outcome.loss, outcome.gradient_norm, deviations) }
-    }
-}
-
-impl Clock {
-    /// Seconds of training over all sittings.
-    fn elapsed(&self) -> f64 {
-        self.before + self.began.elapsed().as_secs_f64()
-    }
-
-    /// Computes the length of the schedule from the speed of the first steps, for a run with only a
-    /// time limit.
-    fn calibrate(&mut self, state: &mut RunState) {
-        let step = state.step;
-        let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };
-        if step < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
-            return;
-        }
-        let per_step = self.elapsed() / step as f64;
-        let steps = ((seconds / per_step) as u64).max(step + 1);
-        (state.schedule_steps, state.schedule_seconds) = (Some(steps), Some(seconds));
-        self.schedule.steps = Some(steps);
-        self.steps = Some(steps);
-        self.left.set_steps(steps);
     }
 }
 

@@ -1,8 +1,8 @@
 //! Spans: what each lane of a rank did, and when.
 //!
 //! A [`Timeline`] holds the spans of one rank, whoever recorded them. Names are interned, because a
-//! trace repeats a few hundred names a hundred thousand times. Times are nanoseconds on the clock of
-//! the trace.
+//! trace repeats a few hundred names a hundred thousand times. Times are nanoseconds on the clock
+//! of the trace.
 
 use serde::Serialize;
 use std::collections::HashMap;

@@ -71,13 +71,13 @@ pub struct Answer {
     pub bytes_max: u64,
     /// The quantity that was minimised.
     pub objective: Objective,
-    /// What predictions rest on.
+    /// The measurements that predictions rest on.
     pub basis: Basis,
     /// Every simulated candidate that fits, for plots.
     pub simulated: Vec<Outline>,
 }
 
-/// What predictions rest on, and how far off they usually are.
+/// The measurements that predictions rest on, and how far off they usually are.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Basis {
     /// The kind of published runs that is like the question.
@@ -86,15 +86,15 @@ pub struct Basis {
     pub count: usize,
     /// Number of their sources.
     pub sources: usize,
-    /// Half of the runs were predicted with an error of speed of at most this, by constants that had
-    /// not seen their source.
+    /// Half of the runs were predicted with an error of speed of at most this, by constants that
+    /// had not seen their source.
     pub usual_error: f64,
     /// Nine of ten runs were predicted with an error of at most this.
     pub large_error: f64,
-    /// What no run covers. Intervals are wider for it.
+    /// Traits of the question that no run has. Intervals are wider for them.
     pub uncovered: Vec<String>,
-    /// The relative difference of two plans' seconds from which the faster one is faster in eight of
-    /// ten cases.
+    /// The relative difference of two plans' seconds from which the faster one is faster in eight
+    /// of ten cases.
     pub apart: f64,
     /// The share of a device's memory that is left free.
     pub memory_margin: f64,

@@ -250,8 +250,9 @@ fn schedules(base: &Candidate, extent: &Extent) -> Vec<PipelineSchedule> {
     let mut all = vec![PipelineSchedule::OneForwardOneBackward];
     if pp > 1 {
         all.push(PipelineSchedule::ZeroBubble);
-        // Micro-batches run in groups of pp (Narayanan et al. 2021). Chunks need not have equally many
-        // blocks, and embedding and head may be chunks of their own: 126 blocks on 16 stages of 8.
+        // Micro-batches run in groups of pp (Narayanan et al. 2021). Chunks need not have equally
+        // many blocks, and embedding and head may be chunks of their own: 126 blocks on 16 stages
+        // of 8.
         let possible = |chunks: &u32| pp * chunks <= extent.blocks + 2;
         let chunks = (2..=CHUNKS_MAX).filter(possible).filter(|_| base.accumulation.is_multiple_of(pp));
         all.extend(chunks.map(|chunks| PipelineSchedule::Interleaved { chunks }));

@@ -31,7 +31,7 @@ fn range(interval: Interval) -> String {
     }
 }
 
-/// What the answer rests on, in a few lines.
+/// A few lines about the measurements that the answer rests on.
 fn basis(answer: &Answer) -> String {
     let Basis { runs, count, sources, usual_error, large_error, uncovered, apart, memory_margin, correction } =
         &answer.basis;

@@ -1,8 +1,9 @@
 //! The constants that no datasheet gives. There are few of them, they are the same for every model,
 //! device and source, and they are fitted in the open.
 //!
-//! They lie in `data/constants.toml`. `cargo xtask validate --fit` fits those of the table `fitted` on
-//! all sources, and for `data/left_out.toml` on all but one. docs/cost-model.md derives each one.
+//! They lie in `data/constants.toml`. `cargo xtask validate --fit` fits those of the table `fitted`
+//! on all sources, and for `data/left_out.toml` on all but one. docs/cost-model.md derives each
+//! one.
 
 use crate::profile::Generation;
 use serde::Deserialize;

@@ -122,7 +122,7 @@ impl Correction {
     }
 }
 
-/// What no published run covers of a question, in words.
+/// Traits of a question that no published run has, in words.
 pub fn uncovered(device: &Device, devices: u32, sequence: u32) -> Vec<String> {
     let rows = measurement::rows().expect("built-in measurements are tested");
     let mut all = Vec::new();

@@ -106,8 +106,9 @@ pub struct Row {
     pub global_batch: u32,
     /// Number format of products.
     pub format: Format,
-    /// `none`, `selective` as the stack does it, `mlp`, `norms` or `up_projections` instead, `alternate` (every second layer full), `full`, or the share of layers
-    /// of which only the input is kept.
+    /// `none`, `selective` as the stack does it, `mlp`, `norms` or `up_projections` instead,
+    /// `alternate` (every second layer full), `full`, or the share of layers of which only the
+    /// input is kept.
     pub recompute: String,
     /// Number of layers whose activations lie on the host between forward and backward.
     pub offloaded: u32,

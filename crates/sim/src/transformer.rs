@@ -332,8 +332,8 @@ impl Builder<'_> {
     /// Adds memory-bound work: `bytes` in forward and 1.7 times that in backward, which also reads
     /// the gradient.
     fn stream(&self, unit: &mut UnitWork, bytes: f64, launches: f64) {
-        // Layer norms and GELU are one kernel each everywhere. Root-mean-square norms, rotations and
-        // gates are chains of operations unless somebody wrote kernels for them.
+        // Layer norms and GELU are one kernel each everywhere. Root-mean-square norms, rotations
+        // and gates are chains of operations unless somebody wrote kernels for them.
         let chain = self.model.gated && !self.stack.fused && !self.stack.fused_norms;
         let kernel = |bytes| match chain {
             false => Kernel::Stream { bytes, launches },
@@ -383,8 +383,8 @@ impl Builder<'_> {
         // The norm's input, the product's input, q, k, v, attention's output, and a mask of one
         // byte.
         let operand = self.work.operand_bytes.min(HALF) / HALF;
-        // With latent attention, queries and keys also have their rotary part, and the narrow vectors
-        // are kept.
+        // With latent attention, queries and keys also have their rotary part, and the narrow
+        // vectors are kept.
         let latent = self.model.latent.map_or(0.0, |latent| {
             let heads = f64::from(self.model.heads) / t;
             2.0 * heads * f64::from(latent.rotary) + f64::from(latent.q + latent.kv + latent.rotary)
@@ -524,7 +524,8 @@ impl Builder<'_> {
         let f = f64::from(self.model.ffn);
         let routed = m / t * f64::from(experts.per_token) * experts.imbalance;
         // For the rank's experts, each product becomes several smaller ones.
-        // The ranks of a tensor group have other experts, too, if experts are dealt to ranks at all.
+        // The ranks of a tensor group have other experts, too, if experts are dealt to ranks at
+        // all.
         let ranks = if self.work.expert > 1 { f64::from(self.work.expert) * t } else { 1.0 };
         let local = (f64::from(experts.count) / ranks).max(1.0);
         let rows = routed / local;

@@ -21,8 +21,8 @@ const SHOWN: u64 = 256;
 
 /// Show the data that training reads: counts, and samples as text with the boundaries of documents.
 ///
-/// In token files and text a sample is a document. In a configuration or a run it is a sequence of the
-/// loader: packed documents, and the targets that count. Text that is not tokenized yet is
+/// In token files and text a sample is a document. In a configuration or a run it is a sequence of
+/// the loader: packed documents, and the targets that count. Text that is not tokenized yet is
 /// tokenized as by `train`.
 #[derive(clap::Args)]
 pub struct Args {

@@ -8,7 +8,7 @@ use std::path::Path;
 use trainyard_base::format_bytes;
 use trainyard_data::{Corpus, CorpusOptions};
 
-/// What to show.
+/// The corpus, and how much of it to show.
 pub struct Args<'a> {
     pub path: &'a Path,
     pub sample: u64,

@@ -59,7 +59,7 @@ pub struct Report {
     pub kept: u64,
     /// Bytes of text that were kept, after any change.
     pub kept_bytes: u64,
-    /// What was dropped, by reason.
+    /// Dropped documents, by reason.
     pub dropped: BTreeMap<String, DropCount>,
     /// Documents that were kept with a changed text, by the kind of change.
     pub changed: BTreeMap<String, u64>,

@@ -79,7 +79,7 @@ pub struct SourceFile {
     pub(crate) named: bool,
     pub(crate) format: Format,
     pub(crate) compression: Compression,
-    /// What the index of an MDS dataset says about the unpacked shard.
+    /// The size and hashes that the index of an MDS dataset states for the unpacked shard.
     pub(crate) expected: Option<Expected>,
 }
 

@@ -6,8 +6,8 @@
 //! read through it. [`IndexedWriter`] leaves a complete pair or none. The files are compatible with
 //! other tools in both directions; multimodal modes are accepted and ignored.
 //!
-//! A `.bin` of llm.c needs no index: its header says what it is, and its end-of-text tokens say where
-//! documents begin.
+//! A `.bin` of llm.c needs no index: its header says what it is, and its end-of-text tokens say
+//! where documents begin.
 
 mod format;
 mod llm_c;

@@ -67,8 +67,8 @@ choices! {
         Packed = "packed",
         /// Windows that begin anywhere, drawn with replacement.
         Random = "random",
-        /// Whole documents, each in the fullest sequence that has room; only documents longer than a
-        /// sequence are cut. What is left of a sequence is padding.
+        /// Whole documents, each in the fullest sequence that has room; only documents longer than
+        /// a sequence are cut. What is left of a sequence is padding.
         BestFit = "best_fit",
     }
 }
@@ -391,9 +391,9 @@ section! {
 section! {
     /// Text and token files, and how sequences are cut from them.
     DataSection = "data" {
-        /// Corpora to train on: text, JSONL, Parquet, WebDataset tar, MDS, `.zst`, `.gz`, directories,
-        /// patterns such as `shards/*.tar`, or tokens: prepared by `data prepare`, Megatron's or
-        /// llm.c's; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
+        /// Corpora to train on: text, JSONL, Parquet, WebDataset tar, MDS, `.zst`, `.gz`,
+        /// directories, patterns such as `shards/*.tar`, or tokens: prepared by `data prepare`,
+        /// Megatron's or llm.c's; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
         #[elsewhere("dataset", "dataset_path", "data_path", "train_files", "train_file")]
         train: Sources = Sources(vec![]);
         /// Corpora for evaluation only. Unset: the part of `train` that is held back.
@@ -412,11 +412,12 @@ section! {
         /// Let tokens attend only within their own document.
         #[elsewhere("reset_attention_mask", "document_masking", "eod_mask_loss")]
         respect_document_boundaries: bool = true;
-        /// The field of a JSONL record, or the column of a Parquet or MDS file, that holds the text.
+        /// The field of a JSONL record, or the column of a Parquet or MDS file, that holds the
+        /// text.
         #[elsewhere("text_column", "content_field", "json_keys", "text_key")]
         text_field: String = "text".to_owned();
-        /// Share of the documents whose middle is moved behind their end, to be filled in (FIM). The
-        /// tokenizer must have the tokens for it, such as `<fim_prefix>`.
+        /// Share of the documents whose middle is moved behind their end, to be filled in (FIM).
+        /// The tokenizer must have the tokens for it, such as `<fim_prefix>`.
         #[elsewhere("fim_ratio", "fill_in_the_middle")]
         fim_rate: f64 = 0.0;
         /// Share of these in the order suffix, prefix, middle (SPM); the others are prefix, suffix,

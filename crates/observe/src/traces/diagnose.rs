@@ -38,8 +38,8 @@ pub struct Examined {
     steps: RankSteps,
 }
 
-/// Measures one trace. `place` is its number among the files, which is its rank where the trace does
-/// not say it.
+/// Measures one trace. `place` is its number among the files, which is its rank where the trace
+/// does not say it.
 pub fn examine(trace: &Trace, place: u32) -> Examined {
     let rank = if trace.rank_is_known { trace.timeline.rank } else { place };
     let window = Window::of(trace);
@@ -110,8 +110,8 @@ pub fn diagnose(examined: Vec<Examined>) -> Report {
     Report { ranks: reports, diagnosis: Diagnosis::new(verdicts) }
 }
 
-/// Takes the waiting for a slow rank, which has a verdict of its own, out of the saving of one about
-/// communication. False if nothing worth mentioning is left.
+/// Takes the waiting for a slow rank, which has a verdict of its own, out of the saving of one
+/// about communication. False if nothing worth mentioning is left.
 fn beyond(verdict: &mut Verdict, straggler: &Verdict) -> bool {
     let (Some(saving), Some(waited)) = (verdict.saving.as_mut(), straggler.saving) else { return true };
     saving.seconds = (saving.seconds - waited.seconds).max(0.0);
@@ -230,8 +230,8 @@ fn examine_device(window: &Window, report: &mut RankReport) -> (Vec<Verdict>, In
     let context = Context { window, report };
     let mut verdicts = Vec::new();
     if report.launches.is_some() {
-        // A host that takes no time would hide the wait for batches too, so its own share is what it
-        // saves beyond that.
+        // A host that takes no time would hide the wait for batches too, so its own share is what
+        // it saves beyond that.
         verdicts.extend(context.input(&replay.beyond(Removed::Nothing, Removed::InputWait)));
         verdicts.extend(context.host(&replay.beyond(Removed::InputWait, Removed::HostTime)));
     } else {
@@ -417,7 +417,8 @@ impl Context<'_> {
         }
     }
 
-    /// Communication that is exposed, but that the host is slower than: to know, not to change first.
+    /// Communication that is exposed, but that the host is slower than: to know, not to change
+    /// first.
     fn communication_behind_host(&self, steps: &[SavedStep]) -> Option<Verdict> {
         let summary = "Communication is exposed, but the host is slower still; it counts once the host is faster.";
         let verdict = self.communication(summary.to_owned(), steps)?;

@@ -61,7 +61,8 @@ pub struct LaunchCost {
     pub count: usize,
     /// Median length of such a call on the host.
     pub call_seconds: f64,
-    /// Median time from a call's begin to the begin of its work, where the device was waiting for it.
+    /// Median time from a call's begin to the begin of its work, where the device was waiting for
+    /// it.
     pub latency_seconds: Option<f64>,
     /// Share of the pieces of work that are shorter than the call that launched them.
     pub shorter_than_launch: f64,

@@ -1,6 +1,6 @@
 //! From a configuration to the setup that levers change, and from a changed setup to settings.
 
-use crate::commands::plan::{here, schedule};
+use crate::commands::plan::{here, keys::schedule};
 use anyhow::Result;
 use trainyard_engine::config::{
     CheckpointMode, Compute, Config, DeviceKind, Fp8Recipe, OptimizerName, PipelineSchedule as ConfigSchedule,

@@ -253,8 +253,8 @@ impl<'de> Deserialize<'de> for Event<'de> {
 }
 
 /// Mends what writers of traces are known to get wrong: escapes and control characters in strings
-/// that JSON forbids (paths of Windows, kernels' names), bytes that are not UTF-8, and the words NaN
-/// and Infinity outside of strings, which become null.
+/// that JSON forbids (paths of Windows, kernels' names), bytes that are not UTF-8, and the words
+/// NaN and Infinity outside of strings, which become null.
 pub fn mend(bytes: &[u8]) -> Vec<u8> {
     let text = String::from_utf8_lossy(bytes);
     let bytes = text.as_bytes();

@@ -371,8 +371,8 @@ impl Builder {
     }
 }
 
-/// A region with `dataloader` in its name that goes on over the begin of a step is the training loop,
-/// not a wait.
+/// A region with `dataloader` in its name that goes on over the begin of a step is the training
+/// loop, not a wait.
 fn drop_loops_from_input(timeline: &mut Timeline, steps: &[Step]) {
     for span in timeline.spans.iter_mut().filter(|span| span.kind == Kind::Input) {
         let next = steps.partition_point(|step| step.start_ns <= span.start_ns);

@@ -1,0 +1,47 @@
+//! The clock of a run: how long it has trained, and how long its schedule is.
+
+use crate::config::Limits;
+use crate::metrics::TimeLeft;
+use crate::schedule::Schedule;
+use crate::snapshot::RunState;
+use std::time::Instant;
+
+/// Number of steps that a run with only a time limit makes before it computes the length of its
+/// schedule from their speed.
+const STEPS_TO_CALIBRATE: u64 = 20;
+
+/// Time and the schedule.
+pub(crate) struct Clock {
+    pub(crate) schedule: Schedule,
+    /// The last step of the run, once known.
+    pub(crate) steps: Option<u64>,
+    pub(crate) limits: Limits,
+    pub(crate) left: TimeLeft,
+    pub(crate) began: Instant,
+    /// Seconds of training in earlier sittings.
+    pub(crate) before: f64,
+    pub(crate) last_step_end: Instant,
+}
+
+impl Clock {
+    /// Seconds of training over all sittings.
+    pub(crate) fn elapsed(&self) -> f64 {
+        self.before + self.began.elapsed().as_secs_f64()
+    }
+
+    /// Computes the length of the schedule from the speed of the first steps, for a run with only a
+    /// time limit.
+    pub(crate) fn calibrate(&mut self, state: &mut RunState) {
+        let step = state.step;
+        let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };
+        if step < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
+            return;
+        }
+        let per_step = self.elapsed() / step as f64;
+        let steps = ((seconds / per_step) as u64).max(step + 1);
+        (state.schedule_steps, state.schedule_seconds) = (Some(steps), Some(seconds));
+        self.schedule.steps = Some(steps);
+        self.steps = Some(steps);
+        self.left.set_steps(steps);
+    }
+}
