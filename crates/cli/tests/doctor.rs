@@ -46,6 +46,6 @@ fn files_that_are_no_traces_are_refused_by_name() {
     ] {
         let ran = folder.run(&["doctor", file]);
         assert_eq!(ran.code, Some(1));
-        assert!(ran.stderr.contains(&format!("cannot diagnose {file}")) && ran.stderr.contains(part), "{}", ran.stderr);
+        assert!(ran.stderr.contains(&format!("cannot explain {file}")) && ran.stderr.contains(part), "{}", ran.stderr);
     }
 }

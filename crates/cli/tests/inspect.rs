@@ -93,7 +93,6 @@ fn what_cannot_be_inspected_is_said() {
     for (arguments, says) in [
         (&["data/docs", "--sample", "4"][..], "--sample 4 does not exist: there are 4 documents, from 0"),
         (&["data/docs", "--set", "training.seed=1"], "--set changes a configuration"),
-        (&["docs.jsonl"], "is no token files, configuration (.toml) or run folder"),
         (&["data"], "is no token files"),
         (&["nothing"], "nothing does not exist: neither token files (nothing.idx, nothing.train.idx) nor"),
         (&["tiny.toml", "--tokenizer", "x"], "a configuration has tokenizer.path"),

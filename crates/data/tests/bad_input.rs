@@ -143,10 +143,10 @@ const CASES: &[Case] = &[
         words: &["a.txt:1", "UTF-16"],
     },
     Case {
-        name: "Parquet named",
+        name: "a damaged Parquet file",
         run: |f| reading(f, "a.parquet", b"PAR1"),
         kind: kind!(Input),
-        words: &["a.parquet", ".jsonl"],
+        words: &["a.parquet", "is damaged, or not a Parquet file"],
     },
     Case {
         name: "JSON array named",

@@ -60,7 +60,7 @@ fn families(families: usize, state: &mut u64) -> Vec<String> {
 fn near_duplicates_are_found_and_others_stay() {
     let folder = tempfile::tempdir().unwrap();
     let mut state = 0x1234_5678_9abc_def1;
-    let texts = families(100, &mut state);
+    let texts = families(120, &mut state);
     let corpus = open(&write(folder.path(), "a.jsonl", &texts));
     let out = folder.path().join("out");
     let options = DedupOptions { memory_bytes: 32 << 20, ..DedupOptions::new(&out) };

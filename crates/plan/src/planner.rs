@@ -173,6 +173,7 @@ impl<'a> Planner<'a> {
                 // selection.
                 level: full * (self.blocks() + 1) + selective,
                 tier: bit(optimizer, 0) | bit(activations, 1) | bit(parameters, 2) | bit(gradients, 3),
+                slower_by_level: activations.is_none(),
             }
         };
         self.candidates.iter().map(saving).collect()

@@ -70,6 +70,9 @@ pub struct Saving {
     pub level: u32,
     /// Amount of state in a lower tier. 0 is nothing, which is faster than anything else.
     pub tier: u8,
+    /// True if more recomputation is slower at this tier. False where activations leave the device:
+    /// what is recomputed need not travel, which can be faster.
+    pub slower_by_level: bool,
 }
 
 /// The result of a search.
@@ -358,7 +361,7 @@ impl Fitted {
 
     fn makes_pointless(&self, saving: Saving) -> bool {
         let fits = |tier| self.0.get(&(saving.family, tier)).is_some_and(|level| *level <= saving.level);
-        fits(0) || fits(saving.tier)
+        fits(0) || saving.slower_by_level && fits(saving.tier)
     }
 }
 
@@ -388,7 +391,8 @@ mod tests {
                 .map(|(i, t)| Bound { cost: t.cost * loose(i), bytes: (t.bytes as f64 * loose(i)) as u64 })
                 .collect();
             let groups: Vec<u32> = (0..count as u32).map(|i| i % 7).collect();
-            let savings: Vec<Saving> = (0..count as u32).map(|family| Saving { family, level: 0, tier: 0 }).collect();
+            let savings: Vec<Saving> =
+                (0..count as u32).map(|family| Saving { family, level: 0, tier: 0, slower_by_level: true }).collect();
             let run = |threads| {
                 let (bounds, groups, savings) = (&bounds, &groups, &savings);
                 let work = vec![1; bounds.len()];
@@ -421,7 +425,8 @@ mod tests {
     #[test]
     fn what_cannot_be_better_is_not_simulated() {
         let bounds: Vec<Bound> = (0..1000).map(|i| Bound { cost: 1.0 + f64::from(i), bytes: 1 }).collect();
-        let savings: Vec<Saving> = (0..1000).map(|family| Saving { family, level: 0, tier: 0 }).collect();
+        let savings: Vec<Saving> =
+            (0..1000).map(|family| Saving { family, level: 0, tier: 0, slower_by_level: true }).collect();
         let groups = vec![0; 1000];
         let work = vec![1; 1000];
         let run = |instructions, slower: f64| {
@@ -440,18 +445,28 @@ mod tests {
         assert!(found.simulated < 100 && found.gap > 0.8, "{} {}", found.simulated, found.gap);
     }
 
+    #[test]
+    fn recomputing_more_is_tried_where_activations_leave_the_device() {
+        let mut fitted = Fitted::default();
+        let saving = |level, tier| Saving { family: 7, level, tier, slower_by_level: false };
+        fitted.add(saving(20, 2));
+        assert!(!fitted.makes_pointless(saving(30, 2)));
+        fitted.add(saving(25, 0));
+        assert!(fitted.makes_pointless(saving(30, 2)) && !fitted.makes_pointless(saving(24, 2)));
+    }
+
     /// Levels 0 to 99 of one family, of which those from 40 fit. Levels above need not be
     /// simulated, nor do tiers above one that fits without.
     #[test]
     fn what_only_saves_memory_is_passed_over_where_it_is_not_needed() {
         let mut fitted = Fitted::default();
-        let saving = |level, tier| Saving { family: 7, level, tier };
+        let saving = |level, tier| Saving { family: 7, level, tier, slower_by_level: true };
         fitted.add(saving(40, 0));
         for (level, tier, pointless) in [(39, 0, false), (40, 0, true), (39, 1, false), (41, 1, true)] {
             assert_eq!(fitted.makes_pointless(saving(level, tier)), pointless, "{level} {tier}");
         }
         fitted.add(saving(20, 1));
         assert!(fitted.makes_pointless(saving(30, 1)) && !fitted.makes_pointless(saving(30, 2)));
-        assert!(!fitted.makes_pointless(Saving { family: 8, level: 50, tier: 0 }));
+        assert!(!fitted.makes_pointless(Saving { family: 8, level: 50, tier: 0, slower_by_level: true }));
     }
 }

@@ -74,7 +74,11 @@ fn software_that_does_less_takes_longer() {
         best(&request, &Facts { stack, constants: Constants::builtin() }).unwrap().step_s
     };
     let usual = step_s("");
-    for changes in ["overlap_reduce = false", "dispatch = \"eager\"\nfused = false", "attention = \"unfused\""] {
+    for changes in [
+        "overlap_reduce = false",
+        "dispatch = \"eager\"\nfused = false\nfused_norms = false",
+        "attention = \"unfused\"",
+    ] {
         assert!(step_s(changes) > usual, "{changes}");
     }
 }
