@@ -93,7 +93,7 @@ fn what_cannot_be_inspected_is_said() {
     for (arguments, says) in [
         (&["data/docs", "--sample", "4"][..], "--sample 4 does not exist: there are 4 documents, from 0"),
         (&["data/docs", "--set", "training.seed=1"], "--set changes a configuration"),
-        (&["data"], "is no token files"),
+        (&["data"], "no text found in [data]"),
         (&["nothing"], "nothing does not exist: neither token files (nothing.idx, nothing.train.idx) nor"),
         (&["tiny.toml", "--tokenizer", "x"], "a configuration has tokenizer.path"),
         (&["tiny.toml", "--set", "data.train=gone.txt"], "gone.txt, which does not exist"),

@@ -330,10 +330,15 @@ pub const ROWS: &[Row] = &[
         Steps,
     ),
     row("evaluation.early_stopping_min_delta", PATIENT, &["evaluation.early_stopping_min_delta=100"], Steps),
-    row("health.on_spike", &["health.spike_deviations=0.001", "training.steps=30"], &["health.on_spike=skip"], Losses),
+    row(
+        "health.on_spike",
+        &["health.spike_deviations=0.001", "training.steps=60", "optimizer.learning_rate=0.1"],
+        &["health.on_spike=skip"],
+        Losses,
+    ),
     row(
         "health.spike_deviations",
-        &["health.on_spike=skip", "training.steps=30"],
+        &["health.on_spike=skip", "training.steps=60", "optimizer.learning_rate=0.1"],
         &["health.spike_deviations=0.001"],
         Losses,
     ),
