@@ -1,4 +1,5 @@
-// Clicks through the dashboard in a headless Chromium and measures it. `cargo xtask dashboard` starts it:
+// Clicks through the dashboard in a headless Chromium and measures it. `cargo xtask dashboard`
+// starts it:
 // node dashboard.mjs PLAYWRIGHT CHROMIUM URL LONG-RUN LIVE-RUN PICTURES SPIKES
 // It prints one JSON object.
 import { createRequire } from "node:module";

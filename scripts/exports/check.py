@@ -1,9 +1,9 @@
 """Parses exported settings with the parsers of the trainers that they are for.
 
 Run by `cargo xtask exports`: `python check.py MANIFEST [MEGATRON]`. The manifest is a JSON list of
-objects with `file`, `form`, `devices`, `data_parallel` and the expected `micro_batch`, `accumulation`, `global_batch`.
-MEGATRON is a checkout of Megatron-LM, whose argument parser is in no package of PyPI; without one
-the values are given to the configuration classes of megatron-core.
+objects with `file`, `form`, `devices`, `data_parallel` and the expected `micro_batch`,
+`accumulation`, `global_batch`. MEGATRON is a checkout of Megatron-LM, whose argument parser is in no
+package of PyPI; without one the values are given to the configuration classes of megatron-core.
 Prints one line per file: `ok FORM FILE`, or `refused FORM FILE: REASON`.
 """
 

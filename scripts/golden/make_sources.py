@@ -1,10 +1,11 @@
 """Writes small corpora with the Python library of each format: crates/data/tests/golden/sources.
 
-    pip install pyarrow webdataset numpy xxhash zstandard pillow catalogue python-snappy brotli zstd; pip install --no-deps mosaicml-streaming
+    pip install pyarrow webdataset numpy xxhash zstandard pillow catalogue python-snappy brotli zstd
+    pip install --no-deps mosaicml-streaming
     python scripts/golden/make_sources.py
 
-`streaming` imports torch and readers of object stores, which its writer does not use: stand-ins take
-their places. The texts are in texts.json, which the test compares with.
+`streaming` imports torch and readers of object stores, which its writer does not use: stand-ins
+take their places. The texts are in texts.json, which the test compares with.
 """
 
 import gzip
@@ -31,6 +32,9 @@ TEXTS = [
     "tab\tand \"quotes\" and \\ and \u0000 in it",
     "x",
 ] + [f"Document {i}: " + " ".join(f"word{(i * j) % 17}" for j in range(i)) for i in range(4, 90, 2)]
+
+# Texts in plain.tar, as crates/data/tests/sources.rs has it too.
+PLAIN_TEXTS = 7
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -78,9 +82,10 @@ def parquet():
 
 
 def tar():
-    for name in ["plain.tar", "packed.tar.gz"]:
+    # A member takes at least 1 KiB, so the file that is not compressed has the first texts alone.
+    for name, texts in {"plain.tar": TEXTS[:PLAIN_TEXTS], "packed.tar.gz": TEXTS}.items():
         with wds.TarWriter(str(OUT / name), mtime=0) as sink:
-            for i, text in enumerate(TEXTS):
+            for i, text in enumerate(texts):
                 sample = {"__key__": f"folder/sample{i:04d}", "jpg": b"\xff\xd8 no picture"}
                 # Every third sample has its text in a field, and one name is longer than a header.
                 if i % 3 == 0:
@@ -90,7 +95,7 @@ def tar():
                 if i == 5:
                     sample["__key__"] = "deep/" * 30 + "sample0005"
                 sink.write(sample)
-    packed = zstandard.ZstdCompressor().compress((OUT / "plain.tar").read_bytes())
+    packed = zstandard.ZstdCompressor().compress(gzip.decompress((OUT / "packed.tar.gz").read_bytes()))
     (OUT / "packed.tar.zst").write_bytes(packed)
 
 
@@ -110,7 +115,8 @@ def mds():
 
 
 def llm_c():
-    # data/llmc/data_common.py: 256 int32 of header, then tokens; a document begins with the end-of-text token.
+    # data/llmc/data_common.py: 256 int32 of header, then tokens. A document begins with the
+    # end-of-text token.
     def write(name, documents, magic, version, dtype, eot):
         tokens = np.concatenate([np.array([eot] + d, dtype) for d in documents])
         header = np.zeros(256, np.int32)

@@ -1,4 +1,5 @@
-"""Writes small traces in the format of PyTorch's profiler, and what HolisticTraceAnalysis says of them.
+"""Writes small traces in the format of PyTorch's profiler, and the figures that the package
+HolisticTraceAnalysis gives of them.
 
     pip install HolisticTraceAnalysis==0.5.0
     python scripts/golden/make_traces.py crates/observe/tests/golden

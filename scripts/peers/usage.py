@@ -1,4 +1,4 @@
-"""Runs a command, its output discarded, and prints its wall time and peak memory as one line of JSON.
+"""Runs a command without its output, and prints its wall time and peak memory as a line of JSON.
 
     python usage.py COMMAND ARGUMENT...
 """

@@ -100,7 +100,7 @@ fn write_fit(found: &trainyard_sim::validate::Fit) -> anyhow::Result<()> {
 
 fn write_errors(outcomes: &[Outcome]) -> anyhow::Result<()> {
     let mut text = String::from(
-        "# Errors of predictions of published runs by constants fitted on the other sources, each source counting alike.\n\
+        "# Errors of predictions of published runs by constants fitted on the other sources, each source\n# counting alike.\n\
          # Written by `cargo xtask validate --fit`.\n",
     );
     for (name, dense) in [("dense", true), ("other", false)] {

@@ -16,6 +16,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use trainyard_base::median;
+use trainyard_observe::causes::Findings;
 use trainyard_observe::diagnose::diagnose;
 use trainyard_observe::verdict::Severity;
 
@@ -37,7 +38,7 @@ pub struct Options {
     /// uses.
     #[arg(long)]
     real: bool,
-    /// Only these real runs.
+    /// Only real runs with one of these words in their names; the page keeps its table of them.
     #[arg(long, value_delimiter = ',', requires = "real")]
     only: Vec<String>,
 }
@@ -52,7 +53,10 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     if options.real {
         let table = real::run(root, &options.only)?;
         println!("{table}");
-        fs::write(&path, put(&page()?, "real", &table)?).with_context(|| format!("cannot write {PAGE}"))?;
+        // A part of the table does not replace the whole one.
+        if options.only.is_empty() {
+            fs::write(&path, put(&page()?, "real", &table)?).with_context(|| format!("cannot write {PAGE}"))?;
+        }
     }
     Ok(is_kept)
 }
@@ -71,7 +75,7 @@ fn virtual_clock(options: &Options) -> (String, bool) {
         for severity in 0..SHARES.len() {
             for seed in 0..options.seeds {
                 let recording = record(plant, severity, seed);
-                let diagnosis = diagnose(&recording.run);
+                let diagnosis = diagnose(&Findings::of(&recording.run));
                 match diagnosis.verdicts.first() {
                     Some(verdict) if verdict.cause == cause => right += 1,
                     other => {
@@ -101,7 +105,7 @@ fn virtual_clock(options: &Options) -> (String, bool) {
     }
     let recordings = options.clean_steps.div_ceil(STEPS);
     let alarms = (0..recordings)
-        .flat_map(|seed| diagnose(&record(Plant::Clean, 0, 1000 + seed).run).verdicts)
+        .flat_map(|seed| diagnose(&Findings::of(&record(Plant::Clean, 0, 1000 + seed).run)).verdicts)
         .filter(|verdict| verdict.severity > Severity::Info)
         .count();
     let share = right_all as f64 / all.max(1) as f64;

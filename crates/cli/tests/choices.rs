@@ -292,8 +292,8 @@ fn a_gpu_is_planned_for_from_its_own_profile_where_there_is_none() {
         let command = command.env("TRAINYARD_PROFILE", folder.join("machine.toml"));
         Ran::new(command.env("TRAINYARD_GPU_PROFILE", folder.join("none.toml")).output().expect("the program starts"))
     };
-    let shown = ask(&["--profile", "gpu.toml"]).ok();
-    for part in ["2 x NVIDIA H200, sm_90a", "2 GPUs", "runnable plans fit"] {
+    let shown = ask(&["--profile", "gpu.toml", "--top", "100"]).ok();
+    for part in ["2 x NVIDIA H200, sm_90a", "1 GPU ", "2 GPUs", "runnable plans fit"] {
         assert!(shown.stdout.contains(part), "no {part:?} in:\n{}", shown.stdout);
     }
     let small = Gpu { memory_bytes: 1 << 20, ..gpu.clone() };

@@ -137,6 +137,10 @@ fn wrong_input_is_said_clearly() {
         (&["warm", "gone"], 1, &["gone names no token files"]),
         (&["inspect", "web.jsonl", "--sample", "99"], 1, &["--sample 99 does not exist", "40 documents"]),
         (&["inspect", "bad.tar"], 1, &["not a tar file"]),
+        (&["inspect", "web.jsonl", "--set", "training.seed=1"], 1, &["--set changes a configuration", "is text"]),
+        (&["inspect", "web.jsonl", "--tokenizer", "t"], 1, &["--tokenizer is for token files", "is text"]),
+        (&["inspect", "t", "--text-field", "body"], 1, &["--text-field is for text", "names token files"]),
+        (&["inspect", "tiny.toml", "--text-field", "body"], 1, &["--text-field is for text", "data.text_field"]),
     ];
     let mut wrong = Vec::new();
     for (arguments, code, says) in cases {
@@ -156,6 +160,9 @@ fn wrong_input_is_said_clearly() {
         (&["data.curriculum_start=64", "data.curriculum_steps=8"], "curriculum_start: is 64"),
         (&["data.train=gone/*.jsonl"], "gone/*.jsonl"),
         (&["data.train=[{ path = '*.idx', weight = 1 }]"], "cannot share a weight"),
+        (&["data.train=*t*"], "matches token files and others, such as "),
+        (&["data.train=t.*.bin", "data.validation_fraction=0.5"], "cannot be had of t.train"),
+        (&["data.train=t.*.bin", "data.validation_fraction=0.01"], "t.validation, which was held back to validate"),
     ] {
         let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
         let ran = folder.run(&[&["train", "tiny.toml"], &sets[..]].concat());

@@ -1,7 +1,9 @@
-// Attention by multiply-adds in f32: every dtype, heads of up to 256 columns; decoding over a cache; and what both forms of attention need.
+// Attention by multiply-adds in f32: every dtype, heads of up to 256 columns; decoding over a
+// cache; and what both forms of attention need.
 //
-// A block of four warps owns 16 rows, four a warp (see attention_mma.cu for what rows and columns are); columns come in tiles of 32, one a lane, in
-// shared memory as f32. A lane makes the scores of its column with the warp's four rows; sums over columns are kept with the columns of the head
+// A block of four warps owns 16 rows, four a warp (see attention_mma.cu for what rows and columns
+// are); columns come in tiles of 32, one a lane, in shared memory as f32. A lane makes the scores
+// of its column with the warp's four rows; sums over columns are kept with the columns of the head
 // across the lanes.
 
 #define ROWS 16
@@ -198,7 +200,8 @@ KERNEL(attention_backward_keys)(const T* qkv, const T* dout, const float* lse, c
     store_rows(dv, dqkv + v_columns, stride, row, last, head_dim, one);
 }
 
-// Four warps take the cache's rows in turn; what each has found is put together in the order of the warps.
+// Four warps take the cache's rows in turn; what each has found is put together in the order of the
+// warps.
 KERNEL(attention_decode)(const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
     __shared__ float sums[4][32 * PARTS], mosts[4], totals[4];
     int token = (int)blockIdx.x, head = (int)blockIdx.y, kv = head / (heads / kv_heads), lane = (int)lane_of(), warp = (int)warp_of();

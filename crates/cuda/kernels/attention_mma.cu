@@ -1,21 +1,29 @@
-// Flash attention on tensor cores (Dao 2023, "FlashAttention-2"), bf16 or f16 operands, f32 sums and softmax.
+// Flash attention on tensor cores (Dao 2023, "FlashAttention-2"), bf16 or f16 operands, f32 sums
+// and softmax.
 //
-// A block of eight warps owns 128 rows, sixteen a warp: queries, or keys for the gradients of keys and values. It walks the columns that any of its rows
-// is paired with, tile by tile, the next tile being copied to shared memory while this one is multiplied. Scores exist only in registers; as the
-// fragments of a result are those of a left operand, probabilities go from one product into the next without leaving them. For the
-// gradients of keys the scores are computed transposed, so that there too the rows are a warp's own.
+// A block of eight warps owns 128 rows, sixteen a warp: queries, or keys for the gradients of keys
+// and values. It walks the columns that any of its rows is paired with, tile by tile, the next tile
+// being copied to shared memory while this one is multiplied. Scores exist only in registers; as
+// the fragments of a result are those of a left operand, probabilities go from one product into the
+// next without leaving them. For the gradients of keys the scores are computed transposed, so that
+// there too the rows are a warp's own.
 //
-// A row is paired with the columns [first, last) that segments, causality and the window leave it. Both bounds rise with the row, so that those of a block
-// of rows go from its first row's first to its last row's last. Packed sequences need nothing else: no list of tiles, and one launch whatever the bounds.
+// A row is paired with the columns [first, last) that segments, causality and the window leave it.
+// Both bounds rise with the row, so that those of a block of rows go from its first row's first to
+// its last row's last. Packed sequences need nothing else: no list of tiles, and one launch
+// whatever the bounds.
 //
-// The gradients are made by two kernels, one for the queries and one for keys and values, each recomputing the probabilities from the log-sum-exp:
-// seven products instead of five, but no sum is taken by atomic additions, whose order changes from run to run. Grouped heads are added up in the
+// The gradients are made by two kernels, one for the queries and one for keys and values, each
+// recomputing the probabilities from the log-sum-exp: seven products instead of five, but no sum is
+// taken by atomic additions, whose order changes from run to run. Grouped heads are added up in the
 // block of their keys, in the order of the heads.
 
-// Where eight columns of a row lie in a tile of D columns: turned within eight rows, so that a matrix's rows lie in different banks.
+// Where eight columns of a row lie in a tile of D columns: turned within eight rows, so that a
+// matrix's rows lie in different banks.
 template <int D> DEVICE T *place(T *tile, int row, int chunk) { return tile + (row * (D / 8) + (chunk ^ (row & 7))) * 8; }
 
-// Begins to copy `count` rows from `first` on, zeros for those at `last` and beyond and for columns that the head does not have.
+// Begins to copy `count` rows from `first` on, zeros for those at `last` and beyond and for columns
+// that the head does not have.
 template <int D> DEVICE void copy_tile(T *tile, int count, const T *source, i64 stride, int first, int last, int head_dim) {
     for (int i = threadIdx.x; i < count * (D / 8); i += THREADS) {
         int row = i / (D / 8), chunk = i % (D / 8);
@@ -179,7 +187,8 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
     store_rows<D>(sum, dqkv + (i64)head * h.head_dim, stride, row, last, h.head_dim, scale, scale);
 }
 
-// dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in turn.
+// dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in
+// turn.
 template <int D, int N>
 DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
     DYNAMIC_SHARED(memory);

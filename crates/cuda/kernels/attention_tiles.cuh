@@ -1,5 +1,6 @@
-// What both forms of attention on tensor cores share: a warp owns sixteen rows of its block's 128, and its lanes hold scores, probabilities and sums in the
-// fragments of a result: of fragment n columns 8 n + 2 (lane % 4) and the next, in rows lane / 4 and that + 8.
+// What both forms of attention on tensor cores share: a warp owns sixteen rows of its block's 128,
+// and its lanes hold scores, probabilities and sums in the fragments of a result: of fragment n
+// columns 8 n + 2 (lane % 4) and the next, in rows lane / 4 and that + 8.
 
 #define ROWS 128
 #define THREADS 256
@@ -37,7 +38,8 @@ DEVICE void to_operand(unsigned (&a)[4], const float (&left)[4], const float (&r
     a[3] = pair_of(right[2], right[3]);
 }
 
-// Of a tile of N columns from `column` on: whether a warp's rows have anything in it, and whether they have all of it.
+// Of a tile of N columns from `column` on: whether a warp's rows have anything in it, and whether
+// they have all of it.
 struct Part {
     bool none, all;
 };
@@ -51,12 +53,14 @@ DEVICE bool outside(Bounds b, int column, int n, int i) {
     return at < b.first || at >= b.last;
 }
 
-// The softmax of a lane's two rows as far as they have been walked (Milakov and Gimelshein 2018): the largest score, in powers of two, and the sum of exponentials.
+// The softmax of a lane's two rows as far as they have been walked (Milakov and Gimelshein 2018):
+// the largest score, in powers of two, and the sum of exponentials.
 struct Softmax {
     float most[2], total[2];
 };
 
-// Turns a tile's scores into probabilities that are yet to be divided by `total`; what was summed before is to be multiplied by `keep`.
+// Turns a tile's scores into probabilities that are yet to be divided by `total`; what was summed
+// before is to be multiplied by `keep`.
 template <int N>
 DEVICE void soften(Softmax &soft, float (&s)[N / 8][4], float (&keep)[2], float factor, bool all, const Bounds (&mine)[2], int column) {
     float top[2] = {soft.most[0], soft.most[1]};
@@ -95,7 +99,8 @@ template <int D> DEVICE void scale_rows(float (&sum)[D / 8][4], const float (&fa
         for (int i = 0; i < 4; i++) sum[d][i] *= factor[i / 2];
 }
 
-// Writes the log-sum-exp of the lane's rows, of those from `row` on, and gives what their sums are to be multiplied by.
+// Writes the log-sum-exp of the lane's rows, of those from `row` on, and gives what their sums are
+// to be multiplied by.
 DEVICE void finish(Softmax &soft, float (&inverse)[2], float *lse, const Bounds (&mine)[2], int row, int last) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -1,12 +1,16 @@
-// Flash attention by products of warpgroups (Shah et al. 2024, "FlashAttention-3"), bf16 or f16 operands, f32 sums and softmax: for Hopper, where `mma.sync` leaves a
-// third of the tensor cores' rate. As in attention_mma.cu a block of two warpgroups owns 128 rows, sixteen a warp, walks the columns that any of them is paired with,
-// and computes the gradients of queries and of keys by two kernels.
+// Flash attention by products of warpgroups (Shah et al. 2024, "FlashAttention-3"), bf16 or f16
+// operands, f32 sums and softmax: for Hopper, where `mma.sync` leaves a third of the tensor cores'
+// rate. As in attention_mma.cu a block of two warpgroups owns 128 rows, sixteen a warp, walks the
+// columns that any of them is paired with, and computes the gradients of queries and of keys by two
+// kernels.
 //
-// What differs: operands come from shared memory by descriptor, only probabilities and their gradients from registers; products run while their warps
-// compute. Forward asks for the next tile's scores before the last tile's values are added, so that exponentials and products overlap. All warps walk all of a
-// block's tiles, because the four of a warpgroup must multiply together.
+// What differs: operands come from shared memory by descriptor, only probabilities and their
+// gradients from registers; products run while their warps compute. Forward asks for the next
+// tile's scores before the last tile's values are added, so that exponentials and products overlap.
+// All warps walk all of a block's tiles, because the four of a warpgroup must multiply together.
 
-// Begins to copy `count` rows from `first` on, zeros for those at `last` and beyond and for columns that the head does not have.
+// Begins to copy `count` rows from `first` on, zeros for those at `last` and beyond and for columns
+// that the head does not have.
 template <int D> DEVICE void copy_tile(T *tile, int count, const T *source, i64 stride, int first, int last, int head_dim) {
     for (int i = threadIdx.x; i < count * (D / 8); i += THREADS) {
         int row = i / (D / 8), chunk = i % (D / 8);
@@ -180,7 +184,8 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
     store_rows<D>(sum, dqkv + (i64)head * h.head_dim, stride, row, last, h.head_dim, scale, scale);
 }
 
-// dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in turn.
+// dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in
+// turn.
 template <int D, int N>
 DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
     OPERANDS_SHARED(memory);

@@ -1,7 +1,9 @@
-// What all kernels share: the float types, loads and stores of eight elements, sums over warps and blocks, random numbers.
+// What all kernels share: the float types, loads and stores of eight elements, sums over warps and
+// blocks, random numbers.
 //
-// No header of CUDA is included, so that NVRTC needs none. Everything that is an instruction without a C++ name stands here and in
-// tensor_cores.cuh behind a small function, which `emulation/cuda.h` replaces where TRAINYARD_EMULATION is defined.
+// No header of CUDA is included, so that NVRTC needs none. Everything that is an instruction
+// without a C++ name stands here and in tensor_cores.cuh behind a small function, which
+// `emulation/cuda.h` replaces where TRAINYARD_EMULATION is defined.
 
 #define DEVICE static __device__ __forceinline__
 
@@ -115,7 +117,8 @@ template <class E> DEVICE uint4 packed(const float (&v)[PACK]) {
     return uint4{words[0], words[1], words[2], words[3]};
 }
 
-// Elements i .. i + 8 of the n of x, `fill` beyond; `vectors` says that x is aligned to 16 bytes, and i is a multiple of 8.
+// Elements i .. i + 8 of the n of x, `fill` beyond; `vectors` says that x is aligned to 16 bytes,
+// and i is a multiple of 8.
 template <class E> DEVICE void load_pack(const E *x, i64 i, i64 n, bool vectors, float (&v)[PACK], float fill = 0.0f) {
     if (vectors && i + PACK <= n) {
         unpack(*(const uint4 *)(x + i), v, E());
@@ -196,7 +199,8 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-// The sum over the block, known to all its threads: within warps by halves, then the warps in order.
+// The sum over the block, known to all its threads: within warps by halves, then the warps in
+// order.
 template <class V> DEVICE V block_sum(V x) {
     __shared__ V sums[32];
     x = warp_sum(x);

@@ -1,15 +1,17 @@
-// Numbers of eight bits: operands of products, rounded with a tensor's scale, as they lie and transposed, with the largest magnitude in the same pass.
+// Numbers of eight bits: operands of products, rounded with a tensor's scale, as they lie and
+// transposed, with the largest magnitude in the same pass.
 //
-// From sm_89 on the conversion is an instruction, which on sm_89 NVRTC knows since 12.1; before, and in the emulation, it is arithmetic on the bits of f32 that gives
-// the same codes.
-// Magnitudes are compared as integers: their order is that of the numbers, with infinity and NaN above all, and the largest of a set does not depend on
-// the order, so that an atomic maximum is reproducible.
+// From sm_89 on the conversion is an instruction, which on sm_89 NVRTC knows since 12.1; before,
+// and in the emulation, it is arithmetic on the bits of f32 that gives the same codes. Magnitudes
+// are compared as integers: their order is that of the numbers, with infinity and NaN above all,
+// and the largest of a set does not depend on the order, so that an atomic maximum is reproducible.
 
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201))
 #define TRAINYARD_CONVERTS
 #endif
 
-// Sides of a block's tile, and bytes from one of its transposed rows to the next: a multiple of 8, and not of 128.
+// Sides of a block's tile, and bytes from one of its transposed rows to the next: a multiple of 8,
+// and not of 128.
 #define TILE 64
 #define STRIDE 72
 
@@ -74,7 +76,8 @@ DEVICE unsigned round_tile(const T *x, float scale, unsigned char *y, unsigned c
         int row = row0 + r;
         float v[PACK];
         unsigned char codes[PACK];
-        // Beyond the matrix all is zero: no magnitude is below it, and what is not stored does not matter.
+        // Beyond the matrix all is zero: no magnitude is below it, and what is not stored does not
+        // matter.
         i64 first = (i64)row * columns + column, end = row < rows ? (i64)(row + 1) * columns : first;
         load_pack(x, first, end, vectors, v);
 #pragma unroll

@@ -1,5 +1,6 @@
-// Embeddings, and reading and adding by indices. Where several entries share an index they are added in the order of the entries, by one thread a
-// column: sums are the same on every run. Entries with an index outside 0..n are passed over; `check_indices` is what reports them.
+// Embeddings, and reading and adding by indices. Where several entries share an index they are
+// added in the order of the entries, by one thread a column: sums are the same on every run.
+// Entries with an index outside 0..n are passed over; `check_indices` is what reports them.
 
 KERNEL(embedding)(const int* tokens, const T* table, const int* positions, const T* position_table, T* y, int n, int dim, int first_row, int rows, int position_count) {
     i64 first = pack_start(), size = (i64)n * dim;
@@ -44,8 +45,9 @@ KERNEL(first_use)(const int* indices, int* first, int n, int least, int limit) {
     }
 }
 
-// The block of an index's first entry sums all of them: it looks for the others among 2,048 entries at a time, eight a thread, writes their places
-// down in order where there are any, and every thread adds its column of each.
+// The block of an index's first entry sums all of them: it looks for the others among 2,048 entries
+// at a time, eight a thread, writes their places down in order where there are any, and every
+// thread adds its column of each.
 KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums, int outer, int least, int n, int k, int inner) {
     __shared__ int places[2048];
     // Two sets in turn: a warp may count the next entries while another still reads these counts.

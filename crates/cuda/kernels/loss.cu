@@ -1,8 +1,9 @@
 // Softmax cross-entropy over rows of logits, a block a row.
 //
-// The log-sum-exp is made in one pass: each thread keeps a running maximum and the sum about it (Milakov and Gimelshein 2018), and these are brought
-// to the maximum of the block, in the order of the threads of a warp and of the warps. Logits are read again for the gradient.
-// A NaN among the logits makes the row's loss NaN.
+// The log-sum-exp is made in one pass: each thread keeps a running maximum and the sum about it
+// (Milakov and Gimelshein 2018), and these are brought to the maximum of the block, in the order of
+// the threads of a warp and of the warps. Logits are read again for the gradient. A NaN among the
+// logits makes the row's loss NaN.
 
 struct RowLoss {
     float most, lse;
@@ -27,7 +28,8 @@ DEVICE RowSum row_sum(const T *x, int vocab, bool vectors) {
         for (int k = 0; k < PACK; k++) sum += v[k] == NEGATIVE_INFINITY ? 0.0f : expf(v[k] - most);
     }
     float top = block_max(most);
-    // A thread that saw nothing, and rows of nothing but minus infinity, have 0 here; a NaN stays in the sum.
+    // A thread that saw nothing, and rows of nothing but minus infinity, have 0 here; a NaN stays
+    // in the sum.
     if (most > NEGATIVE_INFINITY) sum *= expf(most - top);
     return RowSum{top, block_sum(sum)};
 }

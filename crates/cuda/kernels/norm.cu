@@ -1,10 +1,13 @@
 // Root-mean-square and layer norm, forward and backward, and that of query and key heads.
 //
-// Forward takes a block a row; the row is read again from the first-level cache when it is scaled. Backward takes some consecutive rows a block, short
-// rows a warp each and long ones one after another, and sums the parameters' gradients over them in shared memory, where a thread has columns of
-// its own: no step of the sum waits for another thread. The warps' sums are added up in their order, the blocks' in theirs by `sum_partials`.
+// Forward takes a block a row; the row is read again from the first-level cache when it is scaled.
+// Backward takes some consecutive rows a block, short rows a warp each and long ones one after
+// another, and sums the parameters' gradients over them in shared memory, where a thread has
+// columns of its own: no step of the sum waits for another thread. The warps' sums are added up in
+// their order, the blocks' in theirs by `sum_partials`.
 
-// Columns up to which backward gives a row to a warp: `SHORT_ROW` of kernels/launch.rs, which sizes the shared memory.
+// Columns up to which backward gives a row to a warp: `SHORT_ROW` of kernels/launch.rs, which sizes
+// the shared memory.
 #define SHORT_ROW 1024
 
 DEVICE float row_sum_of_squares(const T *x, int dim, bool vectors, float centre) {
@@ -58,8 +61,8 @@ KERNEL(layer_norm)(const T* x, const T* weight, const T* bias, T* y, float* mean
     scale_row(x + at, weight, bias, y + at, dim, vectors, centre, inv);
 }
 
-// Of a row with x^ = (x - mean) inv and g = dy weight: dx = base + inv (g - m0 - x^ m1), m1 the mean of g x^ and m0 that of g (0 for RMS norm).
-// SHORT: a warp takes a row, else the block does.
+// Of a row with x^ = (x - mean) inv and g = dy weight: dx = base + inv (g - m0 - x^ m1), m1 the
+// mean of g x^ and m0 that of g (0 for RMS norm). SHORT: a warp takes a row, else the block does.
 template <bool CENTRED, bool SHORT>
 DEVICE void norm_rows_backward(const T *dy, const T *x, const T *weight, const float *mean, const float *inv_std, const T *base, T *dx,
                                float *weight_partials, float *bias_partials, int rows, int dim) {
@@ -163,7 +166,8 @@ KERNEL(qk_norm)(const T* x, const T* wq, const T* wk, T* y, float* inv_rms, int 
     for (int i = lane_of(); i < head_dim; i += 32) y[at + i] = narrow(widen(x[at + i]) * inv * widen(weight[i]));
 }
 
-// Warps take the heads of the block's rows in turn; each sums the weights' gradients of its own heads, and the eight sums are added in order.
+// Warps take the heads of the block's rows in turn; each sums the weights' gradients of its own
+// heads, and the eight sums are added in order.
 KERNEL(qk_norm_backward)(T* gradient, const T* x, const T* wq, const T* wk, const float* inv_rms, float* q_partials, float* k_partials, int rows, int heads, int kv_heads, int head_dim) {
     DYNAMIC_SHARED(head_gradients);
     unsigned warps = blockDim.x / 32;

@@ -1,6 +1,8 @@
-// Optimizer steps, fused: every state is read and written once, and the compute copy, in T, is written in the same pass.
+// Optimizer steps, fused: every state is read and written once, and the compute copy, in T, is
+// written in the same pass.
 //
-// Masters, gradients and states are f32. Formulas are those of `cpu::optim` and `cpu::muon`; what a step's number enters is computed by the host.
+// Masters, gradients and states are f32. Formulas are those of `cpu::optim` and `cpu::muon`; what a
+// step's number enters is computed by the host.
 
 struct States {
     bool vectors;

@@ -1,5 +1,6 @@
-// The plain operations: elementwise functions with broadcasting and their derivatives, masks, walks over strided layouts. Functions are numbered as
-// the enums of the CPU's kernels list them, and give what those give where arguments are not finite.
+// The plain operations: elementwise functions with broadcasting and their derivatives, masks, walks
+// over strided layouts. Functions are numbered as the enums of the CPU's kernels list them, and
+// give what those give where arguments are not finite.
 
 DEVICE float unary_value(int f, float x) {
     switch (f) {
@@ -18,7 +19,8 @@ DEVICE float unary_value(int f, float x) {
     }
 }
 
-// Of the derivative times dy; z is the argument of abs, ln, square and erf, the result of the others.
+// Of the derivative times dy; z is the argument of abs, ln, square and erf, the result of the
+// others.
 DEVICE float unary_slope(int f, float dy, float z) {
     switch (f) {
     case 0: return -dy;

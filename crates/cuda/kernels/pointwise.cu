@@ -1,4 +1,5 @@
-// What works element by element and belongs to transformers. Each thread takes eight elements in 16-byte pieces where the pointers allow it.
+// What works element by element and belongs to transformers. Each thread takes eight elements in
+// 16-byte pieces where the pointers allow it.
 
 KERNEL(activate)(const T* x, T* y, long long n, int curve) {
     map(x, y, n, [=](float x) { return curve_value(curve, x); });
@@ -124,8 +125,8 @@ KERNEL(fill_u32)(unsigned* y, long long n, unsigned value) {
     for (i64 i = first; i < first + PACK && i < n; i++) y[i] = value;
 }
 
-// A thread has one counter of a group of 128 elements, which serves eight of them, 16 apart, with 16
-// bits each (`cpu::dropout`); neighbouring threads have neighbouring elements. Element 0 of x is
+// A thread has one counter of a group of 128 elements, which serves eight of them, 16 apart, with
+// 16 bits each (`cpu::dropout`); neighbouring threads have neighbouring elements. Element 0 of x is
 // number `first`, which may lie inside a group.
 KERNEL(dropout)(const T* x, const T* residual, T* y, long long n, long long first, unsigned long long seed, unsigned step, const unsigned* step_at, unsigned site, unsigned threshold, float scale) {
     u64 counter = (u64)first / 128 * 16 + (u64)blockIdx.x * blockDim.x + threadIdx.x;

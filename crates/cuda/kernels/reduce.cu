@@ -1,4 +1,5 @@
-// Sums over columns and whole buffers, and what works on rows: every reduction in an order that the shape fixes.
+// Sums over columns and whole buffers, and what works on rows: every reduction in an order that the
+// shape fixes.
 
 // A thread has a column of the band and walks the rows of its block of rows.
 KERNEL(column_sums)(const T* x, float* partials, int outer, int rows, int columns) {
@@ -22,7 +23,8 @@ KERNEL(column_sums)(const T* x, float* partials, int outer, int rows, int column
     partials[(o * gridDim.y + blockIdx.y) * columns + column] = sum;
 }
 
-// Each of the block's eight warps has an eighth of the blocks' partials of the same 32 elements; the eight sums are added in order.
+// Each of the block's eight warps has an eighth of the blocks' partials of the same 32 elements;
+// the eight sums are added in order.
 KERNEL(sum_partials)(const float* partials, float* sums, int blocks, long long n, long long outer, float factor, int add) {
     __shared__ float parts[8][32];
     i64 i = (i64)blockIdx.x * 32 + lane_of();
@@ -49,7 +51,8 @@ struct Square {
     DEVICE double of(float x) { return (double)x * x; }
 };
 
-// Each thread's elements are 8 blockDim apart; its sums in f64, which no square of an f32 overflows.
+// Each thread's elements are 8 blockDim apart; its sums in f64, which no square of an f32
+// overflows.
 template <class F> DEVICE void chunk_sum(const T *x, double *sums, i64 n, i64 chunk) {
     i64 first = (i64)blockIdx.x * chunk, last = min(first + chunk, n);
     const T *from = x + first;

@@ -1,7 +1,9 @@
-// Tensor cores of sm_80 and later: matrix fragments, products of 16 x 8 x 16, and copies to shared memory that do not wait.
+// Tensor cores of sm_80 and later: matrix fragments, products of 16 x 8 x 16, and copies to shared
+// memory that do not wait.
 
 #ifndef TRAINYARD_EMULATION
-// 16 bytes to shared memory; zeros where not `valid`. Done when the group that it is committed to has been waited for.
+// 16 bytes to shared memory; zeros where not `valid`. Done when the group that it is committed to
+// has been waited for.
 DEVICE void copy16_async(void *target, const void *source, bool valid) {
     unsigned at = (unsigned)__cvta_generic_to_shared(target);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(source), "r"(valid ? 16 : 0));
@@ -15,8 +17,9 @@ DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
 // Waits until at most N of this thread's groups are under way.
 template <int N> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8; of each matrix it receives row lane / 4, columns 2 (lane % 4) and
-// the next, or with `transposed` that of the transpose.
+// Four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8; of each matrix it
+// receives row lane / 4, columns 2 (lane % 4) and the next, or with `transposed` that of the
+// transpose.
 DEVICE void load_matrices(unsigned (&r)[4], const void *row, bool transposed) {
     unsigned at = (unsigned)__cvta_generic_to_shared(row);
     if (transposed)
@@ -59,8 +62,9 @@ DEVICE unsigned pair_of(float low, float high) {
 #endif
 #endif
 
-// c += a b, a 16 x 16, b 16 x 8: the lane holds of c rows lane / 4 and that + 8, columns 2 (lane % 4) and the next; of a the same two rows, the
-// same columns and those + 8 (in the order row, row + 8, row at + 8, row + 8 at + 8); of b column lane / 4, rows as a's columns.
+// c += a b, a 16 x 16, b 16 x 8: the lane holds of c rows lane / 4 and that + 8, columns 2 (lane %
+// 4) and the next; of a the same two rows, the same columns and those + 8 (in the order row, row +
+// 8, row at + 8, row + 8 at + 8); of b column lane / 4, rows as a's columns.
 #if defined(TRAINYARD_EMULATION)
 template <> inline float emulation_widen<bf16>(unsigned short bits) { return widen(bf16{bits}); }
 template <> inline float emulation_widen<f16>(unsigned short bits) { return widen(f16{bits}); }

@@ -1,11 +1,15 @@
-// Products of a warpgroup on the tensor cores of sm_90a: 128 threads, whose warps have sixteen rows of 64 each, multiply out of shared memory and do
-// not wait (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"). No other architecture has them.
+// Products of a warpgroup on the tensor cores of sm_90a: 128 threads, whose warps have sixteen rows
+// of 64 each, multiply out of shared memory and do not wait (PTX ISA, "Asynchronous Warpgroup Level
+// Matrix Instructions"). No other architecture has them.
 //
-// Tiles lie in slabs of 64 columns, 128 bytes a row, the 16-byte pieces of a row exchanged by the number of the row within eight: the layout that the
-// instructions call 128-byte swizzling. A tile starts at a multiple of 1,024 bytes, as OPERANDS_SHARED does. One layout serves a product along its rows and one across them.
+// Tiles lie in slabs of 64 columns, 128 bytes a row, the 16-byte pieces of a row exchanged by the
+// number of the row within eight: the layout that the instructions call 128-byte swizzling. A tile
+// starts at a multiple of 1,024 bytes, as OPERANDS_SHARED does. One layout serves a product along
+// its rows and one across them.
 //
-// What is copied to shared memory is shown to the tensor cores by `show_copies`. Between `begin_products` and `wait_products` registers that products read or
-// write are theirs; the compiler does not know that, so `settle` stands where values go over to them or come back.
+// What is copied to shared memory is shown to the tensor cores by `show_copies`. Between
+// `begin_products` and `wait_products` registers that products read or write are theirs; the
+// compiler does not know that, so `settle` stands where values go over to them or come back.
 
 #ifndef TRAINYARD_EMULATION
 #define OPERANDS_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
@@ -32,20 +36,22 @@ template <int M> DEVICE void settle(unsigned (&a)[M][4]) {
 // Where eight columns of a row lie in a tile of `rows` rows, eight of `chunk` to a slab.
 DEVICE T *slot(T *tile, int rows, int row, int chunk) { return tile + (((chunk >> 3) * rows + row) * 8 + ((chunk ^ row) & 7)) * 8; }
 
-// The operand that starts at `at` in the first row of a slab, or of eight of its rows: 64 rows of 16 columns and more, summed over columns, `stride` bytes from
-// eight rows to the next; or 16 rows of 64 columns and more, summed over rows, `leading` bytes from slab to slab.
+// The operand that starts at `at` in the first row of a slab, or of eight of its rows: 64 rows of
+// 16 columns and more, summed over columns, `stride` bytes from eight rows to the next; or 16 rows
+// of 64 columns and more, summed over rows, `leading` bytes from slab to slab.
 DEVICE u64 operand(const T *at, int leading) {
     const unsigned eight_rows = 1024, swizzle = 1;
     return (u64)((shared_address(at) & 0x3ffff) >> 4) | (u64)((unsigned)leading >> 4) << 16 | (u64)(eight_rows >> 4) << 32 | (u64)swizzle << 62;
 }
-// Sixteen columns from 16 `step` on of the rows from `row` on, a multiple of 8; sums run over the columns.
+// Sixteen columns from 16 `step` on of the rows from `row` on, a multiple of 8; sums run over the
+// columns.
 DEVICE u64 along(const T *tile, int rows, int row, int step) { return operand(tile + ((step >> 2) * rows + row) * 64 + (step & 3) * 16, 16); }
 // Sixteen rows from 16 `step` on, all columns; sums run over the rows.
 DEVICE u64 across(const T *tile, int rows, int step) { return operand(tile + step * 16 * 64, rows * 128); }
 
-// d = a b^T, or with `add` d += a b^T: a 64 x 16 and b (8 M) x 16 in shared memory, both `along`; d as `mma` has it, the warp's sixteen rows by fragments of 8
-// columns.
-// d += a b: a in registers as `mma` takes it, b 16 x (8 M) in shared memory, `across`.
+// d = a b^T, or with `add` d += a b^T: a 64 x 16 and b (8 M) x 16 in shared memory, both `along`; d
+// as `mma` has it, the warp's sixteen rows by fragments of 8 columns. d += a b: a in registers as
+// `mma` takes it, b 16 x (8 M) in shared memory, `across`.
 #if defined(TRAINYARD_EMULATION)
 template <int M> DEVICE void product(float (&d)[M][4], u64 a, u64 b, bool add) { emulation_product<T>(d, a, b, add); }
 template <int M> DEVICE void add_product(float (&d)[M][4], const unsigned (&a)[4], u64 b) { emulation_product<T>(d, a, b); }

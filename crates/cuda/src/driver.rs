@@ -308,7 +308,7 @@ pub trait Driver: Send + Sync {
     /// been waited for.
     ///
     /// # Errors
-    /// What made the capture invalid; it is over all the same.
+    /// The call that made the capture invalid; the capture is over all the same.
     fn end_capture(&self, stream: Stream) -> Result<Graph>;
 
     /// Puts all of a graph on a stream: on the same memory, with the same arguments.

@@ -42,7 +42,7 @@ impl Emulated {
     /// The module of `file` for `float`, compiled when it is first asked for.
     ///
     /// # Errors
-    /// What the compiler or the loader says.
+    /// The message of the compiler or the loader.
     pub fn module(&self, file: File, float: Float) -> Result<Arc<Library>, String> {
         let slot = lock(&self.modules).entry((file, float)).or_default().clone();
         let mut slot = lock(&slot);

@@ -1,13 +1,13 @@
 //! Alerts: facts that a watcher of a run should know at once.
 
 use crate::inside::Inside;
-use crate::run::{State, Summary, files, now_s};
+use crate::run::{READ_WHOLE, State, Summary, TEXT_BYTES_MAX, files, now_s, optional};
 use crate::store::Run;
 use serde::Serialize;
 use serde_json::Value;
 use trainyard_base::format_bytes;
 
-/// How bad it is.
+/// The severity of an alert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
@@ -22,7 +22,7 @@ pub enum Level {
 /// One fact.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Alert {
-    /// How bad it is.
+    /// The severity.
     pub level: Level,
     /// The fact.
     pub text: String,
@@ -34,9 +34,7 @@ pub struct Alert {
 const LATE_STEPS: f64 = 10.0;
 /// A step or its memory is above its prediction by more than this share.
 const ABOVE: f64 = 0.2;
-/// The largest file of events.
-const HEALTH_BYTES_MAX: u64 = 4 << 20;
-/// The last events of each kind.
+/// Events of `health.jsonl` that become alerts: the last ones.
 const EVENTS_MAX: usize = 50;
 
 /// The alerts of a run, the worst first.
@@ -73,20 +71,25 @@ pub fn of(inside: &Inside, run: &Run, summary: &Summary) -> Vec<Alert> {
     run.with(|tables| {
         let steps = &tables.tables[0];
         let skipped = |column: &crate::pyramid::Pyramid| column.range(0, column.len()).sum;
-        match steps.column("skipped").map(skipped) {
-            Some(skipped) if skipped > 0.0 => {
-                let text = format!("{skipped:.0} steps were skipped, because their loss or gradient was not finite");
-                add(Level::Warning, None, text);
-            }
-            _ => {}
+        if let Some(skipped) = steps.column("skipped").map(skipped).filter(|skipped| *skipped > 0.0) {
+            let text = format!("steps skipped, because their loss or gradient was not finite: {skipped:.0}");
+            add(Level::Warning, None, text);
         }
         if tables.damaged() > 0 {
             add(Level::Note, None, format!("{} damaged records were left out", tables.damaged()));
         }
     });
-    let health = inside.read(&run.folder.join(files::HEALTH), HEALTH_BYTES_MAX).unwrap_or_default();
-    let events: Vec<Value> = health.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    for event in events.iter().rev().take(EVENTS_MAX) {
+    for (name, bytes_max) in READ_WHOLE {
+        let why = match optional(inside.open(&run.folder.join(name)).and_then(|file| file.metadata())) {
+            Ok(Some(about)) if about.len() > bytes_max => format!("it has more than {}", format_bytes(bytes_max)),
+            Ok(_) => continue,
+            Err(error) => error.to_string(),
+        };
+        add(Level::Note, None, format!("{name} is not shown: {why}"));
+    }
+    let health = inside.read(&run.folder.join(files::HEALTH), TEXT_BYTES_MAX).unwrap_or_default();
+    let events = health.lines().rev().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    for event in events.take(EVENTS_MAX) {
         let word = |key: &str| event.get(key).and_then(Value::as_str).unwrap_or("").replace('_', " ");
         let value = event.get("value").and_then(Value::as_f64).map_or(String::new(), |value| format!(" of {value:.4}"));
         let usual =

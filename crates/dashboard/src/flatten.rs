@@ -13,31 +13,14 @@ use std::fmt;
 pub fn numbers(line: &[u8], found: &mut dyn FnMut(&str, f64)) -> Result<(), serde_json::Error> {
     let mut path = String::new();
     let mut json = serde_json::Deserializer::from_slice(line);
-    Walk { path: &mut path, found, top: Top::Object }.deserialize(&mut json)?;
+    json.deserialize_map(Walk { path: &mut path, found })?;
     json.end()
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum Top {
-    /// Only an object is allowed here.
-    Object,
-    Below,
-}
-
+/// Visits a value and everything below it.
 struct Walk<'a> {
     path: &'a mut String,
     found: &'a mut dyn FnMut(&str, f64),
-    top: Top,
-}
-
-impl Walk<'_> {
-    fn number<E: Error>(self, value: f64) -> Result<(), E> {
-        if self.top == Top::Object {
-            return Err(E::custom("not an object"));
-        }
-        (self.found)(self.path, value);
-        Ok(())
-    }
 }
 
 impl<'de> DeserializeSeed<'de> for Walk<'_> {
@@ -56,38 +39,36 @@ impl<'de> Visitor<'de> for Walk<'_> {
     }
 
     fn visit_bool<E: Error>(self, value: bool) -> Result<(), E> {
-        self.number(f64::from(u8::from(value)))
+        self.visit_f64(f64::from(u8::from(value)))
     }
 
     fn visit_i64<E: Error>(self, value: i64) -> Result<(), E> {
-        self.number(value as f64)
+        self.visit_f64(value as f64)
     }
 
     fn visit_u64<E: Error>(self, value: u64) -> Result<(), E> {
-        self.number(value as f64)
+        self.visit_f64(value as f64)
     }
 
     fn visit_f64<E: Error>(self, value: f64) -> Result<(), E> {
-        self.number(value)
+        (self.found)(self.path, value);
+        Ok(())
     }
 
     fn visit_unit<E: Error>(self) -> Result<(), E> {
-        self.number(f64::NAN)
+        self.visit_f64(f64::NAN)
     }
 
     fn visit_str<E: Error>(self, _: &str) -> Result<(), E> {
-        if self.top == Top::Object { Err(E::custom("not an object")) } else { Ok(()) }
+        Ok(())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<(), A::Error> {
-        if self.top == Top::Object {
-            return Err(A::Error::custom("not an object"));
-        }
         let len = self.path.len();
         for index in 0.. {
             self.path.push('.');
             self.path.push_str(&index.to_string());
-            let seed = Walk { path: self.path, found: self.found, top: Top::Below };
+            let seed = Walk { path: self.path, found: self.found };
             let more = sequence.next_element_seed(seed)?.is_some();
             self.path.truncate(len);
             if !more {
@@ -100,7 +81,7 @@ impl<'de> Visitor<'de> for Walk<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         let len = self.path.len();
         while map.next_key_seed(Key(self.path))?.is_some() {
-            map.next_value_seed(Walk { path: self.path, found: self.found, top: Top::Below })?;
+            map.next_value_seed(Walk { path: self.path, found: self.found })?;
             self.path.truncate(len);
         }
         Ok(())

@@ -7,7 +7,13 @@
 //! | module | does |
 //! |---|---|
 //! | [`inside`] | opens files of the runs folder, and no others |
-//! | [`flatten`], [`table`], [`steps`], [`pyramid`] | JSON lines as columns; any part of a curve without a lost value |
+//! | [`run`], [`store`] | the files of a run, in short and as they grow |
+//! | [`flatten`], [`table`] | JSON lines as columns |
+//! | [`steps`], [`pyramid`] | any part of a curve, without a lost value |
+//! | [`alerts`], [`timeline`] | facts to know at once; a step over all ranks |
+//! | [`page`], [`server`], [`report`] | the page, over HTTP or in one file |
+//! | [`top`] | a run in the terminal |
+//! | [`registry`], [`select`] | all runs as tables; a choice of them |
 
 pub mod alerts;
 pub mod flatten;

@@ -6,9 +6,9 @@
 //! not wait for it, because it does not write it.
 
 use crate::inside::Inside;
-use crate::run::{Mark, State, Summary, folders};
+use crate::run::{LISTED, Mark, State, Summary, TEXT_BYTES_MAX, files, folders};
 use rusqlite::types::ValueRef;
-use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior, params};
+use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior, params, params_from_iter};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -25,6 +25,7 @@ const BUSY: Duration = Duration::from_secs(60);
 /// Attempts to make a damaged registry anew. Another process may do the same.
 const ATTEMPTS: usize = 5;
 
+/// The numbers in [`LISTED`] are columns of `runs`.
 const SCHEMA: &str = "
 CREATE TABLE runs (
     name TEXT PRIMARY KEY, state TEXT NOT NULL, created_s REAL, updated_s REAL, step INTEGER, steps INTEGER,
@@ -37,20 +38,8 @@ CREATE TABLE metrics (run TEXT NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY
 CREATE TABLE environment (run TEXT NOT NULL, key TEXT NOT NULL, value, PRIMARY KEY (run, key)) WITHOUT ROWID;
 ";
 
-/// Numbers of the last record that are columns of `runs`.
-const NUMBERS: [&str; 11] = [
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "epoch",
-    "tps",
-    "tflops",
-    "mfu",
-    "predicted_step_s",
-    "mem_peak_bytes",
-    "predicted_mem_peak_bytes",
-];
+/// The tables beside `runs`, each with the column that names its values.
+const PARTS: [(&str, &str); 3] = [("config", "key"), ("metrics", "name"), ("environment", "key")];
 
 /// An error of the registry.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +68,6 @@ pub enum RegistryError {
 /// The registry of a runs folder, up to date.
 pub struct Registry {
     connection: Connection,
-    path: PathBuf,
     notices: Vec<String>,
 }
 
@@ -114,7 +102,7 @@ impl Registry {
                 .map_err(sqlite_error)
                 .and_then(|mut connection| update(&mut connection, &inside).map(|()| connection));
             match result {
-                Ok(connection) => return Ok(Registry { connection, path, notices }),
+                Ok(connection) => return Ok(Registry { connection, notices }),
                 Err(RegistryError::Sqlite { source, .. }) if is_damaged(&source) => {
                     let aside = path.with_extension("sqlite.damaged");
                     match std::fs::rename(&path, &aside) {
@@ -133,7 +121,7 @@ impl Registry {
                     let mut connection = Connection::open_in_memory().map_err(sqlite_error)?;
                     make_tables(&mut connection).map_err(sqlite_error)?;
                     update(&mut connection, &inside)?;
-                    return Ok(Registry { connection, path, notices });
+                    return Ok(Registry { connection, notices });
                 }
                 Err(error) => return Err(error),
             }
@@ -152,6 +140,10 @@ impl Registry {
     ///
     /// SQLite does not understand it, or it would write.
     pub fn query(&self, sql: &str) -> Result<Rows, RegistryError> {
+        self.rows(sql, &[])
+    }
+
+    fn rows(&self, sql: &str, parameters: &[&&str]) -> Result<Rows, RegistryError> {
         let error = |source: rusqlite::Error| {
             RegistryError::Query(format!("{source} (tables: runs, config, metrics, environment)"))
         };
@@ -161,7 +153,7 @@ impl Registry {
             return Err(RegistryError::Query("the registry can only be read: use a SELECT".to_owned()));
         }
         let columns: Vec<String> = statement.column_names().into_iter().map(str::to_owned).collect();
-        let mut found = statement.query([]).map_err(error)?;
+        let mut found = statement.query(params_from_iter(parameters)).map_err(error)?;
         let mut rows = Vec::new();
         while let Some(row) = found.next().map_err(error)? {
             let values = (0..columns.len()).map(|index| row.get_ref(index).map(json_of));
@@ -171,12 +163,14 @@ impl Registry {
     }
 
     /// All runs, each as one object: the columns of `runs`, and below `config`, `metrics` and
-    /// `environment` its rows of those tables.
+    /// `environment` its rows of those tables. With `names` those parts have only
+    /// the rows that one of them can mean: its own, and those of keys such as `model.dim` that end
+    /// with it. Reading every metric of many runs takes seconds.
     ///
     /// # Errors
     ///
     /// SQLite refuses.
-    pub fn runs(&self) -> Result<Vec<Map<String, Value>>, RegistryError> {
+    pub fn runs(&self, names: Option<&[&str]>) -> Result<Vec<Map<String, Value>>, RegistryError> {
         let table = self.query("SELECT * FROM runs ORDER BY name")?;
         let mut runs: BTreeMap<String, Map<String, Value>> = BTreeMap::new();
         for row in table.rows {
@@ -185,21 +179,23 @@ impl Registry {
             let name = run["name"].as_str().unwrap_or_default().to_owned();
             runs.insert(name, run);
         }
-        for (part, key) in [("config", "key"), ("metrics", "name"), ("environment", "key")] {
+        for (part, key) in PARTS {
             runs.values_mut().for_each(|run| drop(run.insert(part.to_owned(), json!({}))));
-            for row in self.query(&format!("SELECT run, {key}, value FROM {part}"))?.rows {
-                let [Value::String(run), Value::String(key), value] = &row[..] else { continue };
-                if let Some(Value::Object(values)) = runs.get_mut(run).and_then(|run| run.get_mut(part)) {
-                    values.insert(key.clone(), value.clone());
+            let select = format!("SELECT run, {key}, value FROM {part}");
+            // The name itself, or the end of a path such as `model.dim`.
+            let named = format!("{select} WHERE {key} = ?1 OR substr({key}, -length(?1) - 1) = '.' || ?1");
+            let found = match names {
+                None => vec![self.rows(&select, &[])?],
+                Some(names) => names.iter().map(|name| self.rows(&named, &[name])).collect::<Result<_, _>>()?,
+            };
+            for row in found.into_iter().flat_map(|found| found.rows) {
+                let Ok([Value::String(run), Value::String(key), value]) = <[Value; 3]>::try_from(row) else { continue };
+                if let Some(Value::Object(values)) = runs.get_mut(&run).and_then(|run| run.get_mut(part)) {
+                    values.insert(key, value);
                 }
             }
         }
         Ok(runs.into_values().collect())
-    }
-
-    /// The registry's file.
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 }
 
@@ -220,7 +216,7 @@ fn make_tables(connection: &mut Connection) -> rusqlite::Result<()> {
     let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     // Another process may have made them meanwhile.
     if version(&transaction)? != VERSION {
-        for table in ["runs", "config", "metrics", "environment"] {
+        for table in PARTS.map(|(part, _)| part).into_iter().chain(["runs"]) {
             transaction.execute(&format!("DROP TABLE IF EXISTS {table}"), [])?;
         }
         transaction.execute_batch(SCHEMA)?;
@@ -278,7 +274,7 @@ fn known(connection: &Connection) -> rusqlite::Result<BTreeMap<String, (String, 
 
 fn remove(transaction: &Transaction<'_>, name: &str) -> rusqlite::Result<()> {
     transaction.execute("DELETE FROM runs WHERE name = ?1", [name])?;
-    for table in ["config", "metrics", "environment"] {
+    for (table, _) in PARTS {
         transaction.prepare_cached(&format!("DELETE FROM {table} WHERE run = ?1"))?.execute([name])?;
     }
     Ok(())
@@ -308,7 +304,7 @@ fn insert(
             mark
         ],
     )?;
-    for name in NUMBERS {
+    for name in LISTED {
         let value = run.last.get(name).copied().filter(|value| value.is_finite());
         transaction
             .prepare_cached(&format!("UPDATE runs SET {name} = ?1 WHERE name = ?2"))?
@@ -323,9 +319,10 @@ fn insert(
     environment.iter().try_for_each(|(key, value)| add("environment", "key", key, value))
 }
 
-/// The facts in `environment.json`: version, host, cores and others.
+/// The facts in `environment.json`: version, host, cores and others. Runs of other programs have
+/// none.
 fn environment(inside: &Inside, folder: &Path) -> BTreeMap<String, Value> {
-    let text = inside.read(&folder.join("environment.json"), 1 << 20).unwrap_or_default();
+    let text = inside.read(&folder.join(files::ENVIRONMENT), TEXT_BYTES_MAX).unwrap_or_default();
     serde_json::from_str(&text).unwrap_or_default()
 }
 
@@ -389,7 +386,7 @@ mod tests {
     }
 
     fn names(registry: &Registry) -> Vec<String> {
-        registry.runs().unwrap().iter().map(|run| run["name"].as_str().unwrap().to_owned()).collect()
+        registry.runs(None).unwrap().iter().map(|run| run["name"].as_str().unwrap().to_owned()).collect()
     }
 
     #[test]
@@ -398,9 +395,12 @@ mod tests {
         make_run(root.path(), "a", 64, 10.0);
         make_run(root.path(), "b", 768, 30.0);
         let registry = Registry::open(root.path()).unwrap();
-        let run = &registry.runs().unwrap()[1];
+        let run = &registry.runs(None).unwrap()[1];
         assert_eq!((&run["name"], &run["tps"], &run["config"]["model.dim"]), (&json!("b"), &json!(30.0), &json!(768)));
         assert_eq!((&run["metrics"]["mem_peak.grads"], &run["environment"]["version"]), (&json!(7.0), &json!("0.1.0")));
+        let run = &registry.runs(Some(&["dim", "grads"])).unwrap()[1];
+        assert_eq!((&run["tps"], &run["config"]), (&json!(30.0), &json!({"model.dim": 768})));
+        assert_eq!((&run["metrics"], &run["environment"]), (&json!({"mem_peak.grads": 7.0}), &json!({})));
         let sql =
             "SELECT r.name FROM runs r JOIN config c ON c.run = r.name WHERE c.key = 'model.dim' AND c.value = 64";
         assert_eq!(registry.query(sql).unwrap().rows, [[json!("a")]]);

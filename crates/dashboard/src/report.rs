@@ -2,21 +2,21 @@
 //! without a network.
 
 use crate::page;
+use crate::run;
 use crate::server::{ApiError, curves_json, details_json, runs_json};
 use crate::store::Store;
 use crate::table::{Progress, Scale};
 use crate::timeline::Timelines;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, json};
 use std::path::{Path, PathBuf};
 
-/// Buckets of a curve in a report. More than a screen has pixels, so that zooming in still shows
-/// more.
+/// Buckets of a curve in a report: more than a screen has pixels, so that zooming in shows more.
 const BINS: usize = 4_000;
-/// Curves of further metrics have this many buckets.
+/// Buckets of the curves after the first [`METRICS_MANY`].
 const BINS_OF_MANY: usize = 400;
-/// Metrics above this number get few buckets.
+/// Metrics that get [`BINS`] buckets each.
 const METRICS_MANY: usize = 200;
-/// Steps whose timeline a report has: the first, the last, and some between.
+/// Steps whose timeline is in a report.
 const TIMELINES: usize = 6;
 
 /// A report that cannot be made.
@@ -42,15 +42,13 @@ pub fn html(folders: &[PathBuf]) -> Result<String, ReportError> {
     let mut names = Vec::new();
     let mut root: Option<(PathBuf, &Path)> = None;
     for folder in folders {
-        let real = folder.canonicalize().map_err(|_| ReportError::NoRun(folder.clone()))?;
-        let (Some(around), Some(name)) = (real.parent(), real.file_name().and_then(|name| name.to_str())) else {
-            return Err(ReportError::NoRun(folder.clone()));
-        };
-        let (known, first) = root.get_or_insert_with(|| (around.to_owned(), folder));
-        if known != around {
+        let found = run::split(folder).ok().flatten();
+        let (around, name) = found.ok_or_else(|| ReportError::NoRun(folder.clone()))?;
+        let (known, first) = root.get_or_insert_with(|| (around.clone(), folder));
+        if *known != around {
             return Err(ReportError::Folders(first.to_owned(), folder.clone()));
         }
-        names.push(name.to_owned());
+        names.push(name);
     }
     let (root, _) = root.unwrap_or_else(|| (PathBuf::from("."), Path::new(".")));
     let store = Store::open(&root).map_err(ApiError::from)?;
@@ -59,20 +57,18 @@ pub fn html(folders: &[PathBuf]) -> Result<String, ReportError> {
     for (name, folder) in names.iter().zip(folders) {
         let run = store.run(name).map_err(ApiError::from)?.ok_or_else(|| ReportError::NoRun(folder.clone()))?;
         while run.read(store.inside()).map_err(ApiError::from)? == Progress::More {}
-        let about = details_json(&store, &run, &timelines)?;
+        let mut about = details_json(&store, &run, &timelines)?;
         let metrics = run.with(|tables| tables.names());
         let runs = [run];
         for (number, metric) in metrics.into_iter().enumerate() {
             let bins = if number < METRICS_MANY { BINS } else { BINS_OF_MANY };
             curves.extend(curves_json(&runs, &[metric], (f64::NEG_INFINITY, f64::INFINITY), bins, Scale::Linear));
         }
-        let recorded: Vec<u64> =
-            about["timeline_steps"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
+        let recorded = timelines.steps(store.inside(), &runs[0]).map_err(ApiError::from)?;
         let chosen = spread(&recorded, TIMELINES);
         let found = chosen.iter().map(|step| timelines.step(store.inside(), &runs[0], *step as f64));
         let found = found.collect::<Result<Vec<_>, _>>().map_err(ApiError::from)?;
         steps.insert(name.clone(), json!(found.into_iter().flatten().collect::<Vec<_>>()));
-        let mut about = about;
         about["timeline_steps"] = json!(chosen);
         details.insert(name.clone(), about);
     }
@@ -96,6 +92,7 @@ fn spread(steps: &[u64], number: usize) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::Value;
 
     #[test]
     fn a_report_is_one_file_and_no_text_of_a_run_ends_its_script() {

@@ -4,6 +4,7 @@
 
 use crate::flatten;
 use crate::inside::Inside;
+use crate::table::RECORD_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -25,12 +26,14 @@ pub mod files {
     pub const MONITOR: &str = "monitor.jsonl";
     /// Numbers that the run found suspicious.
     pub const HEALTH: &str = "health.jsonl";
-    /// What bounds the run.
+    /// The verdicts on the run: the output of `trainyard doctor --json`.
     pub const VERDICTS: &str = "verdicts.json";
     /// Texts that the model wrote.
     pub const SAMPLES: &str = "samples.jsonl";
     /// The step program, its prediction and its measurement.
     pub const PLAN: &str = "plan.json";
+    /// The version, the machine and the number of ranks.
+    pub const ENVIRONMENT: &str = "environment.json";
     /// The model.
     pub const MODEL: &str = "model.json";
     /// Reports of ranks that failed.
@@ -43,10 +46,37 @@ pub mod files {
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// A larger plan is not read.
 pub(crate) const PLAN_BYTES_MAX: u64 = 256 << 20;
-/// Evaluations are read up to this size.
+/// Larger evaluations are not read.
 const EVALUATIONS_BYTES_MAX: u64 = 16 << 20;
-/// The end of a file of records in which the last one is looked for.
-const TAIL_BYTES: u64 = 32 << 10;
+/// Other files that are read whole are not larger.
+pub(crate) const TEXT_BYTES_MAX: u64 = 4 << 20;
+/// The files that are read whole, each with the size above which it is left out.
+pub(crate) const READ_WHOLE: [(&str, u64); 7] = [
+    (files::CONFIG, CONFIG_BYTES_MAX),
+    (files::PLAN, PLAN_BYTES_MAX),
+    (files::EVALUATIONS, EVALUATIONS_BYTES_MAX),
+    (files::HEALTH, TEXT_BYTES_MAX),
+    (files::VERDICTS, TEXT_BYTES_MAX),
+    (files::SAMPLES, TEXT_BYTES_MAX),
+    (files::MODEL, TEXT_BYTES_MAX),
+];
+/// Numbers of the last record that every list of runs has.
+pub(crate) const LISTED: [&str; 11] = [
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "epoch",
+    "tps",
+    "tflops",
+    "mfu",
+    "predicted_step_s",
+    "mem_peak_bytes",
+    "predicted_mem_peak_bytes",
+];
+/// The end of a file of records in which the last one is looked for first. A longer record needs
+/// more.
+const TAIL_BYTES: usize = 32 << 10;
 /// A run is taken to go on for this long after it last wrote anything.
 const QUIET_S: f64 = 20.0;
 /// The same, in steps.
@@ -139,6 +169,23 @@ pub fn now_s() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
+/// True for the folder of a run: it has settings or records.
+pub fn is_run(folder: &Path) -> bool {
+    [files::CONFIG, files::METRICS].iter().any(|file| folder.join(file).is_file())
+}
+
+/// The folder around a run's folder, and the run's name. None if the folder has no such name.
+///
+/// # Errors
+///
+/// The folder does not exist.
+pub fn split(folder: &Path) -> io::Result<Option<(PathBuf, String)>> {
+    // `runs/x/..` and links have names of their own.
+    let real = folder.canonicalize()?;
+    let name = real.file_name().and_then(|name| name.to_str());
+    Ok(real.parent().zip(name).map(|(around, name)| (around.to_owned(), name.to_owned())))
+}
+
 /// The folders in the runs folder that are runs, in the order of their names.
 ///
 /// # Errors
@@ -151,9 +198,8 @@ pub fn folders(inside: &Inside) -> io::Result<Vec<(String, PathBuf)>> {
         // A name that is not text could not stand in an address.
         let Ok(name) = entry.file_name().into_string() else { continue };
         let folder = entry.path();
-        let is_run = [files::CONFIG, files::METRICS].iter().any(|file| folder.join(file).is_file());
         // A folder behind a symbolic link may lie elsewhere.
-        if is_run && folder.canonicalize().is_ok_and(|real| real.starts_with(inside.root())) {
+        if is_run(&folder) && folder.canonicalize().is_ok_and(|real| real.starts_with(inside.root())) {
             runs.push((name, folder));
         }
     }
@@ -166,15 +212,15 @@ impl Summary {
     ///
     /// # Errors
     ///
-    /// A file cannot be read. One that is missing, or is not what it should be, leaves its numbers
-    /// out.
+    /// The folder is gone, or the disk fails. A file that is missing, refused, too large, or not
+    /// what it should be leaves its numbers out, so that one bad run hides no others.
     pub fn read(inside: &Inside, name: &str, folder: &Path) -> io::Result<Summary> {
-        let config_text = optional(inside.read(&folder.join(files::CONFIG), CONFIG_BYTES_MAX))?.unwrap_or_default();
+        let config_text = readable(inside.read(&folder.join(files::CONFIG), CONFIG_BYTES_MAX))?.unwrap_or_default();
         let config = settings(&config_text);
         let metrics = last_record(inside, &folder.join(files::METRICS))?;
-        let evaluations = optional(inside.read(&folder.join(files::EVALUATIONS), EVALUATIONS_BYTES_MAX))?;
+        let evaluations = readable(inside.read(&folder.join(files::EVALUATIONS), EVALUATIONS_BYTES_MAX))?;
         let losses: Vec<f64> = evaluations.iter().flat_map(|text| text.lines()).filter_map(validation_loss).collect();
-        let plan = optional(inside.read(&folder.join(files::PLAN), PLAN_BYTES_MAX))?;
+        let plan = readable(inside.read(&folder.join(files::PLAN), PLAN_BYTES_MAX))?;
         let plan: Option<Plan> = plan.as_deref().and_then(|text| serde_json::from_str(text).ok());
         let measured = plan.as_ref().and_then(|plan| plan.measured.as_ref());
         let about = folder.metadata()?;
@@ -238,11 +284,20 @@ struct Measured {
 }
 
 /// Nothing where there is no file.
-fn optional<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+pub(crate) fn optional<T>(read: io::Result<T>) -> io::Result<Option<T>> {
     match read {
         Ok(read) => Ok(Some(read)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+/// Nothing where there is no file, or one that is refused or too large. Alerts say so.
+fn readable<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    use io::ErrorKind::{FileTooLarge, PermissionDenied};
+    match read {
+        Err(error) if matches!(error.kind(), PermissionDenied | FileTooLarge) => Ok(None),
+        read => optional(read),
     }
 }
 
@@ -262,11 +317,11 @@ fn validation_loss(line: &str) -> Option<f64> {
 
 /// The numbers of the last whole record of a file; none if there is no record.
 fn last_record(inside: &Inside, path: &Path) -> io::Result<BTreeMap<String, f64>> {
-    let Some(file) = optional(inside.open(path))? else { return Ok(BTreeMap::new()) };
+    let Some(file) = readable(inside.open(path))? else { return Ok(BTreeMap::new()) };
     let len = file.metadata()?.len();
     let mut bytes = TAIL_BYTES;
     loop {
-        let start = len.saturating_sub(bytes);
+        let start = len.saturating_sub(bytes as u64);
         let mut tail = vec![0; (len - start) as usize];
         file.read_exact_at(&mut tail, start)?;
         // What comes after the last line end is being written.
@@ -280,10 +335,10 @@ fn last_record(inside: &Inside, path: &Path) -> io::Result<BTreeMap<String, f64>
                 return Ok(found);
             }
         }
-        if start == 0 {
+        if start == 0 || bytes == RECORD_BYTES_MAX {
             return Ok(BTreeMap::new());
         }
-        bytes *= 8;
+        bytes = (8 * bytes).min(RECORD_BYTES_MAX);
     }
 }
 

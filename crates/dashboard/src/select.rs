@@ -82,21 +82,35 @@ impl Key {
 }
 
 impl Condition {
+    /// The key in the text of a condition, in the user's words.
+    ///
+    /// # Errors
+    ///
+    /// The text has another form.
+    pub fn name(text: &str) -> Result<&str, SelectError> {
+        Condition::split(text).map(|(name, ..)| name)
+    }
+
     /// Reads a condition on `runs`.
     ///
     /// # Errors
     ///
     /// It has another form, or its key does not fit.
     pub fn parse(text: &str, runs: &[Run]) -> Result<Condition, SelectError> {
+        let (name, operator, value) = Condition::split(text)?;
+        Ok(Condition { key: Key::find(name, runs)?, operator, value: value.trim_matches('"').to_owned() })
+    }
+
+    fn split(text: &str) -> Result<(&str, &'static str, &str), SelectError> {
         let places = OPERATORS.iter().filter_map(|operator| Some((text.find(operator)?, *operator)));
         // The first operator in the text, and of two at one place the longer.
         let found = places.min_by_key(|(at, operator)| (*at, std::cmp::Reverse(operator.len())));
         let (at, operator) = found.ok_or_else(|| SelectError::Form(text.to_owned()))?;
-        let (key, value) = (text[..at].trim(), text[at + operator.len()..].trim());
-        if key.is_empty() {
+        let (name, value) = (text[..at].trim(), text[at + operator.len()..].trim());
+        if name.is_empty() {
             return Err(SelectError::Form(text.to_owned()));
         }
-        Ok(Condition { key: Key::find(key, runs)?, operator, value: value.trim_matches('"').to_owned() })
+        Ok((name, operator, value))
     }
 
     /// True if the run fulfils it.
@@ -115,7 +129,7 @@ impl Condition {
     }
 }
 
-/// Compares as numbers if both are, else as texts. None if the run has no value.
+/// Compares as numbers if both are numbers, else as texts. None if the run has no value.
 fn compare(value: &Value, with: &str) -> Option<Ordering> {
     let number = |text: &str| text.parse::<f64>().ok();
     match (value, value.as_f64().or_else(|| number(value.as_str()?)), number(with)) {
@@ -138,14 +152,34 @@ pub fn words(value: &Value) -> String {
     }
 }
 
-/// Sorts runs by a key, the largest first. Runs without a value come last.
-pub fn sort(runs: &mut [Run], key: &Key) {
+/// The order of runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// From the largest value to the smallest.
+    LargestFirst,
+    /// From the smallest value to the largest.
+    SmallestFirst,
+}
+
+/// Sorts runs by a key: first those with numbers, then those with texts. Runs without a value come
+/// last in either order.
+pub fn sort(runs: &mut [Run], key: &Key, order: Order) {
+    // Numbers and texts in one column have no common order, and sorting needs a total one.
+    let kind = |value: &Value| match value {
+        Value::Null => 2,
+        value if value.as_f64().is_some() => 0,
+        _ => 1,
+    };
     runs.sort_by(|a, b| {
         let (a, b) = (key.value(a), key.value(b));
-        match (a.as_f64(), b.as_f64()) {
-            (Some(a), Some(b)) => b.total_cmp(&a),
-            _ => a.is_null().cmp(&b.is_null()).then_with(|| words(b).cmp(&words(a))),
-        }
+        let rising = match (a.as_f64(), b.as_f64()) {
+            (Some(a), Some(b)) => a.total_cmp(&b),
+            _ => words(a).cmp(&words(b)),
+        };
+        kind(a).cmp(&kind(b)).then(match order {
+            Order::LargestFirst => rising.reverse(),
+            Order::SmallestFirst => rising,
+        })
     });
 }
 
@@ -201,11 +235,14 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_comes_first_and_nothing_last() {
+    fn numbers_come_before_texts_and_nothing_comes_last() {
         let mut sorted = runs();
+        sorted.extend([run("d", json!("2a"), 1, "x"), run("e", json!(20), 1, "x"), run("f", json!("auto"), 1, "x")]);
         let key = Key::find("tps", &sorted).unwrap();
-        sort(&mut sorted, &key);
-        let names: Vec<&str> = sorted.iter().map(|run| run["name"].as_str().unwrap()).collect();
-        assert_eq!(names, ["b", "a", "c"]);
+        for (order, expected) in [(Order::LargestFirst, "ebafdc"), (Order::SmallestFirst, "abedfc")] {
+            sort(&mut sorted, &key, order);
+            let names: String = sorted.iter().map(|run| run["name"].as_str().unwrap()).collect();
+            assert_eq!(names, expected);
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! All runs of a folder, read as they grow, and shared by everybody who looks.
 
 use crate::inside::Inside;
-use crate::run::{Mark, Summary, files, folders};
+use crate::run::{Mark, State, Summary, files, folders};
 use crate::table::{Progress, Table};
 use std::collections::BTreeMap;
 use std::io;
@@ -101,7 +101,7 @@ impl Run {
         }
     }
 
-    /// The run in short. It is read again only if a file has changed, or may be still running.
+    /// The run in short. It is read again only if a file has changed or the run may be going on.
     ///
     /// # Errors
     ///
@@ -110,7 +110,7 @@ impl Run {
         let mark = Mark::of(&self.folder);
         let mut known = lock(&self.known);
         let (known_mark, summary) = &*known;
-        let is_over = |summary: &Summary| summary.state != crate::run::State::Running;
+        let is_over = |summary: &Summary| summary.state != State::Running;
         if let Some(summary) = summary.as_ref().filter(|summary| *known_mark == mark && is_over(summary)) {
             return Ok(Arc::clone(summary));
         }

@@ -19,22 +19,22 @@ use std::path::PathBuf;
 const SLICE_BYTES: usize = 4 << 20;
 
 /// A longer record is skipped as damaged.
-const RECORD_BYTES_MAX: usize = 32 << 20;
+pub(crate) const RECORD_BYTES_MAX: usize = 32 << 20;
 
 /// Further columns of a file are left out.
 const COLUMNS_MAX: usize = 20_000;
 
-/// Numbers that are null where they are not finite. Another number that is null is not known.
+/// Numbers that are null where they are not finite. Other numbers that are null are not known.
 const NULL_IF_NOT_FINITE: [&str; 3] = ["loss", "grad_norm", "perplexity"];
 
-/// Bytes before the read position that must still be there.
-const ANCHOR_BYTES: u64 = 256;
+/// Bytes before the read position that must be the same when the file is read on.
+const ANCHOR_BYTES: usize = 256;
 
 /// The columns of a file.
 #[derive(Debug, Default)]
 pub struct Table {
     path: PathBuf,
-    /// The keys that place a record, the first that it has.
+    /// The keys that place a record: the first that it has does.
     places: &'static [&'static str],
     read: Position,
     steps: Steps,
@@ -48,13 +48,13 @@ pub struct Table {
     row: Vec<(usize, f64)>,
 }
 
-/// How far a file was read.
+/// The end of what was read of a file.
 #[derive(Debug, Default)]
 struct Position {
     inode: u64,
     /// The end of the last whole line.
     offset: u64,
-    /// The bytes before it.
+    /// The last of the bytes before it.
     anchor: Vec<u8>,
 }
 
@@ -150,11 +150,6 @@ impl Table {
         self.damaged
     }
 
-    /// Bytes that have been read.
-    pub fn bytes_read(&self) -> u64 {
-        self.read.offset
-    }
-
     /// A number that changes whenever records were removed.
     pub fn generation(&self) -> u64 {
         self.generation
@@ -173,11 +168,6 @@ impl Table {
     /// A column.
     pub fn column(&self, name: &str) -> Option<&Pyramid> {
         self.numbers.get(name).map(|number| &self.columns[*number])
-    }
-
-    /// The last value of a column that its records have.
-    pub fn last(&self, name: &str) -> Option<f64> {
-        self.column(name)?.values().iter().rev().find(|value| !crate::pyramid::is_absent(**value)).copied()
     }
 
     /// The part of a column from place `from` to place `to`, with one record on each side, in about
@@ -241,8 +231,8 @@ impl Table {
 
     fn advance(&mut self, bytes: &[u8]) {
         self.read.offset += bytes.len() as u64;
-        self.read.anchor.extend(&bytes[bytes.len().saturating_sub(ANCHOR_BYTES as usize)..]);
-        let surplus = self.read.anchor.len().saturating_sub(ANCHOR_BYTES as usize);
+        self.read.anchor.extend(&bytes[bytes.len().saturating_sub(ANCHOR_BYTES)..]);
+        let surplus = self.read.anchor.len().saturating_sub(ANCHOR_BYTES);
         self.read.anchor.drain(..surplus);
     }
 
@@ -399,10 +389,8 @@ mod tests {
         file.append("{\"step\":1,\"a\":1}\n\0\0\0\n{\"step\":2,\"loss\":null,\"b\":5,\"mfu\":null}\n{\"loss\":3}\n\n{\"step\":3,\"a\":9}\n");
         let read = file.read();
         assert!(read.len() == 3 && crate::pyramid::is_absent(read[0].1) && read[1].1.is_nan());
-        assert_eq!(
-            (file.2.damaged(), file.2.last("b"), file.2.last("a"), file.2.last("mfu")),
-            (2, Some(5.0), Some(9.0), None)
-        );
+        let all = |name: &str| file.2.column(name).map(|column| column.range(0, 3).sum);
+        assert_eq!((file.2.damaged(), all("b"), all("a"), all("mfu")), (2, Some(5.0), Some(10.0), None));
         assert_eq!(file.2.curve("loss", 0.0, 9.0, 10, Scale::Linear).buckets.len(), 1);
     }
 

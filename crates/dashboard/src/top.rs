@@ -1,7 +1,7 @@
 //! A run in the terminal: curves of braille dots, redrawn as it goes on. It works over ssh.
 
 use crate::alerts::{self, Alert, Level};
-use crate::run::Summary;
+use crate::run::{State, Summary};
 use crate::store::{Run, Store};
 use crate::table::{Curve, Progress, Scale};
 use ratatui::Frame;
@@ -22,10 +22,10 @@ const INTERVAL: Duration = Duration::from_millis(500);
 /// Shares of the run that the curves show: all of it, or its end.
 const SHARES: [f64; 5] = [1.0, 0.5, 0.2, 0.05, 0.01];
 
-/// A number in words.
+/// Writes a number for people.
 type InWords = fn(f64) -> String;
 
-/// The charts: title, metric, second metric, and the number in words.
+/// The charts: title, metric, second metric, and the form of their numbers.
 const CHARTS: [(&str, &str, Option<&str>, InWords); 6] = [
     ("loss", "loss", Some("evaluation.loss"), number),
     ("tokens/s", "tps", None, format_count),
@@ -113,11 +113,11 @@ impl View {
             fact("step", self.summary.step_s.or(get("step_s")).map(seconds)),
             fact("memory", get("mem_peak_bytes").map(|bytes| format_bytes(bytes as u64))),
         ];
-        let colour = match state.name() {
-            "running" => Color::Green,
-            "failed" => Color::Red,
-            "stopped" => Color::Yellow,
-            _ => Color::Blue,
+        let colour = match state {
+            State::Running => Color::Green,
+            State::Failed => Color::Red,
+            State::Stopped => Color::Yellow,
+            State::Finished => Color::Blue,
         };
         let title = vec![
             Span::raw(name.clone()).bold(),
@@ -178,14 +178,18 @@ fn draw_chart(frame: &mut Frame, area: Rect, title: &str, second: Option<&str>, 
             Span::raw(now.map_or(String::new(), |now| format!("{} ", words(now)))).bold(),
         ]))
         .title_bottom(Line::raw(format!(" {} … {} ", words(low), words(high))).dark_gray());
-    let is_evaluation = second.is_some_and(|name| name.starts_with("evaluation"));
+    // Evaluations are far apart: they are dots.
+    let second_is_joined = !second.is_some_and(|name| name.starts_with("evaluation"));
+    let [first_curve, second_curve] = curves;
     let canvas = Canvas::default()
         .block(block)
         .marker(Marker::Braille)
         .x_bounds([first, if last > first { last } else { first + 1.0 }])
         .y_bounds([low - margin, high + margin])
         .paint(|ctx| {
-            for (curve, colour) in curves.iter().zip([Color::Cyan, Color::Yellow]) {
+            for (curve, colour, is_joined) in
+                [(first_curve, Color::Cyan, true), (second_curve, Color::Yellow, second_is_joined)]
+            {
                 let mut before: Option<(f64, f64)> = None;
                 for (start, end, bucket) in &curve.buckets {
                     let Some(mean) = bucket.mean() else {
@@ -195,7 +199,7 @@ fn draw_chart(frame: &mut Frame, area: Rect, title: &str, second: Option<&str>, 
                     let x = start.midpoint(*end);
                     // The whole range, so that a spike of one step is seen.
                     ctx.draw(&Stroke { x1: x, y1: bucket.min, x2: x, y2: bucket.max, color: colour });
-                    if let Some((x1, y1)) = before.filter(|_| !(is_evaluation && colour == Color::Yellow)) {
+                    if let Some((x1, y1)) = before.filter(|_| is_joined) {
                         ctx.draw(&Stroke { x1, y1, x2: x, y2: mean, color: colour });
                     }
                     before = Some((x, mean));
@@ -287,7 +291,7 @@ mod tests {
             "step 2,000 of 4,000",
             "tokens/s 12,345",
             " 0.1118 … 90.0000 ",
-            "1 steps were skipped",
+            "steps skipped, because their loss or gradient was not finite: 1",
         ] {
             assert!(screen.contains(part), "{part} in\n{screen}");
         }

@@ -123,6 +123,7 @@ fn wrong_requests_are_told_what_is_wrong() {
         ("/api/run?run=none", 404, "there is no run `none`"),
         ("/api/run", 400, "the parameter `run` is missing"),
         ("/api/timeline?run=first&step=x", 400, "`step` is not a number"),
+        ("/api/curves?run=first&metric=loss&scale=x", 400, "`scale` is linear or log"),
         ("/api/none", 404, "there is nothing at /api/none"),
         ("/api/curves?run=first&metric=none&bins=1e300", 200, "\"curves\":[]"),
     ] {
@@ -155,6 +156,13 @@ fn nothing_outside_of_the_runs_is_read() {
             assert!(answer.status == 404 || name == "linked", "{path}{name}: {}", answer.status);
         }
     }
+    // The run whose files lead outside is listed without numbers, and hides no other.
+    let list = json(address, "/api/runs");
+    let listed: Vec<_> = list["runs"].as_array().unwrap().iter().map(|run| (&run["name"], &run["step"])).collect();
+    assert_eq!(
+        listed,
+        [(&"first".into(), &10.into()), (&"linked".into(), &0.into()), (&"second run".into(), &10.into())]
+    );
     for path in
         ["/../secret.json", "/..%2fsecret.json", "//etc/passwd", "/runs/first/config.toml", "/first/metrics.jsonl"]
     {

@@ -23,11 +23,11 @@ pub enum DataError {
     /// A text, JSONL or compressed file whose content cannot be used.
     #[error("{}{}: {what}; {fix}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
     Input {
-        /// Line counted from 1, if the fault belongs to one.
+        /// The file.
         path: PathBuf,
-        /// The fault.
+        /// Line counted from 1, if the fault belongs to one.
         line: Option<u64>,
-        /// Advice.
+        /// The fault.
         what: String,
         /// Advice.
         fix: String,

@@ -25,6 +25,7 @@ pub mod error;
 pub mod evaluation;
 pub mod indexed;
 pub mod loader;
+mod ordered;
 pub mod prepare;
 pub mod rng;
 pub mod tokenizer;

@@ -6,6 +6,9 @@ use std::path::{Path, PathBuf};
 
 use trainyard_data::{Corpus, CorpusOptions, DataError, IndexedTokens, OnInvalid};
 
+/// Texts in plain.tar, as make_sources.py has it too.
+const PLAIN_TEXTS: usize = 7;
+
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/sources").join(name)
 }
@@ -37,7 +40,6 @@ fn every_format_gives_the_texts_that_its_library_wrote() {
         "zstd.parquet",
         "gzip.parquet",
         "none.parquet",
-        "plain.tar",
         "packed.tar.gz",
         "packed.tar.zst",
         "mds",
@@ -49,6 +51,7 @@ fn every_format_gives_the_texts_that_its_library_wrote() {
         let found = read(&golden(name), CorpusOptions::default()).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(found, texts(), "{name}");
     }
+    assert_eq!(read(&golden("plain.tar"), CorpusOptions::default()).unwrap(), texts()[..PLAIN_TEXTS]);
     // A column of a structure, and another column.
     let sources: Vec<String> = (0..texts().len()).map(|i| format!("source {i}")).collect();
     assert_eq!(read(&golden("mds"), field("source")).unwrap(), sources);
@@ -126,7 +129,7 @@ fn refused(folder: &Path) -> Vec<(PathBuf, CorpusOptions, &'static str)> {
         (golden("zstd.parquet"), field("words.list.element"), "is a list, not text"),
         (golden("zstd.parquet"), short.clone(), "row 1 is longer than 10 bytes"),
         (write("a.parquet.gz", b"x"), whole(), "compressed Parquet"),
-        (cut("plain.tar", 30_000, "cut.tar"), whole(), "ends inside a member"),
+        (cut("plain.tar", 10_500, "cut.tar"), whole(), "ends inside a member"),
         (cut("packed.tar.gz", 10, "cut.tar.gz"), whole(), "gzip stream is damaged or cut off"),
         (cut("packed.tar.zst", 10, "cut.tar.zst"), whole(), "zstd stream is damaged or cut off"),
         (write("text.tar", &[b'x'; 2000]), whole(), "wrong checksum at byte 512"),

@@ -31,8 +31,13 @@ const TOKENIZER_BYTES: u64 = 8 << 20;
 /// True if `path` can be a source: it exists, it is a prefix of token files, or it is
 /// [`RUST_SOURCES`].
 pub fn source_exists(path: &Path) -> bool {
-    let is_pattern = || path.to_str().is_some_and(|text| text.contains(['*', '?', '['])) && expand(path).is_ok();
-    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some() || is_pattern()
+    // A path that is no pattern expands to itself.
+    source_is_single(path) || expand(path).is_ok_and(|found| found != [path])
+}
+
+/// True if `path` itself is a source, and no pattern of them.
+fn source_is_single(path: &Path) -> bool {
+    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
 }
 
 /// True if the model's folder contains its tokenizer.
@@ -59,15 +64,29 @@ fn token_prefix(path: &Path) -> Option<PathBuf> {
 
 /// The sources of `data.train` with patterns of token files expanded. A pattern of text stays: its
 /// files are one corpus.
-fn expanded(sources: &[ConfigSource]) -> Result<Vec<ConfigSource>> {
+///
+/// # Errors
+/// A pattern matches nothing, both token files and others, or several token files with one weight.
+pub(crate) fn expanded(sources: &[ConfigSource]) -> Result<Vec<ConfigSource>> {
     let mut all = Vec::new();
     for source in sources {
         if source_is_single(&source.path) {
             all.push(source.clone());
             continue;
         }
-        let mut prefixes: Vec<PathBuf> = expand(&source.path)?.iter().filter_map(|path| token_source(path)).collect();
+        let (tokens, others): (Vec<PathBuf>, Vec<PathBuf>) =
+            expand(&source.path)?.into_iter().partition(|path| token_source(path).is_some());
+        let mut prefixes: Vec<PathBuf> = tokens.iter().filter_map(|path| token_source(path)).collect();
         prefixes.dedup();
+        // The tokenizer and the description of token files are .json, which is never read as text.
+        let other = others.iter().find(|path| path.extension().is_none_or(|extension| extension != "json"));
+        if let (false, Some(other)) = (prefixes.is_empty(), other) {
+            return Err(does_not_fit(format!(
+                "data.train: the pattern {} matches token files and others, such as {}: give each kind a pattern of its own",
+                source.path.display(),
+                other.display()
+            )));
+        }
         match (prefixes.is_empty(), source.weight) {
             (true, _) => all.push(source.clone()),
             (false, Some(_)) => {
@@ -81,10 +100,6 @@ fn expanded(sources: &[ConfigSource]) -> Result<Vec<ConfigSource>> {
         }
     }
     Ok(all)
-}
-
-fn source_is_single(path: &Path) -> bool {
-    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
 }
 
 /// The training prefix of `path`, if it names token files rather than text or a folder.
@@ -146,6 +161,15 @@ impl Corpora {
                     }
                 }
             }
+        }
+        if let Some(prefix) =
+            validation.iter().find(|part| sources.iter().any(|(prefix, _)| prefix.as_ref() == Some(*part)))
+        {
+            return Err(does_not_fit(format!(
+                "data.train names {}, which was held back to validate: leave it out, as the pattern *.train.bin does, \
+                 or set data.validation_fraction = 0",
+                prefix.display()
+            )));
         }
         let weighted = texts.iter().any(|(_, weight)| weight.is_some());
         let groups: Vec<Vec<PathBuf>> = if weighted {

@@ -5,8 +5,9 @@
 //! absolute deviation (that of a normal distribution) and at least a small share of the median.
 //! Both are robust: a spike does not raise the limit for the next one.
 //!
-//! The history is part of the state in checkpoints, and all ranks have the same numbers. So all
-//! ranks decide alike, and a resumed run decides as one that never stopped.
+//! The history is part of the state in checkpoints, and all ranks of a replica have the same
+//! numbers. So they decide alike, and a resumed run decides as one that never stopped. Replicas
+//! that train apart have different numbers until their outer step.
 
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;

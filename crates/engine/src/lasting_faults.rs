@@ -2,8 +2,8 @@
 //! causes whose diagnosis is known, for tests and for the table in docs/finding-bottlenecks.md.
 //!
 //! `slow:MS rank=R what=ACTION` makes every such instruction of a rank take so many milliseconds
-//! more; they may have a fraction. `leak:KIB rank=R what=ACTION` lets it keep so many KiB for ever.
-//! `unit=NAME` restricts either to one unit, and `every=N` to each N-th step.
+//! more; they may have a fraction. `leak:KIB rank=R what=ACTION` lets it keep so many KiB for
+//! ever. `unit=NAME` restricts either to one unit, and `every=N` to each N-th step.
 
 use std::fmt;
 use std::str::FromStr;
@@ -57,7 +57,7 @@ impl fmt::Display for LastingFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.harm {
             Harm::Slow(time) => write!(f, "slow:{}", time.as_secs_f64() * 1e3)?,
-            Harm::Leak(bytes) => write!(f, "leak:{}", bytes / 1024)?,
+            Harm::Leak(bytes) => write!(f, "leak:{}", bytes as f64 / 1024.0)?,
         }
         write!(f, " rank={} what={}", self.rank, self.what)?;
         self.unit.iter().try_for_each(|unit| write!(f, " unit={unit}"))?;
@@ -79,7 +79,8 @@ impl FromStr for LastingFault {
         }
         let harm = match kind {
             "slow" => Harm::Slow(Duration::from_secs_f64(amount / 1e3)),
-            _ => Harm::Leak(1024 * amount as usize),
+            "leak" => Harm::Leak((1024.0 * amount) as usize),
+            _ => return Err(wrong("it is neither `slow` nor `leak`")),
         };
         let (mut rank, mut what, mut unit, mut every) = (None, None, None, 1);
         for word in words {
@@ -115,6 +116,7 @@ mod tests {
         for (text, why) in [
             ("slow rank=1 what=load", "says no amount"),
             ("slow:much rank=1 what=load", "amount is no number"),
+            ("fast:1 rank=1 what=load", "neither `slow` nor `leak`"),
             ("slow:1 what=load", "rank=N is missing"),
             ("slow:1 rank=0", "what=ACTION is missing"),
             ("slow:1 rank=0 what=load every=0", "every is no number"),

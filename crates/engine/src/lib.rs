@@ -1,16 +1,21 @@
 //! Runs step programs: lanes, precision, optimizers, checkpoints, the trainer.
 //!
-//! | module | holds |
-//! |---|---|
-//! | [`config`], [`schedule`] | the configuration as requested and as resolved; the learning-rate schedule |
-//! | [`shape`] | from configuration to model and program |
-//! | [`rank`], [`lanes`], [`links`], [`collectives`], [`state`], [`tier`], [`optimizer`], [`outer`], [`encoded`], [`precision`], [`fp8`] | one rank and the execution of programs on it |
-//! | [`checkpoint`], [`snapshot`], [`metrics`], [`recording`], [`trace`] | the files that a run writes |
-//! | [`corpora`], [`session`], [`resume`], [`trainer`], `clock`, [`early_stopping`], [`health`], [`world`], [`warning`] | a run: its setup, resuming and training, on one rank or many |
-//! | [`positions`], [`watch`], [`faults`], [`lasting_faults`] | the positions of ranks, the detection of failed ones, and injected faults |
-//! | [`trained`], [`evaluate`], [`generate`] | a trained model: opening, evaluation, generation |
-//! | [`predict`], [`limit`], [`host`] | the memory and cost of a step, predicted by executing it without data; settings that fit |
-//! | [`bench`], [`largest`] | the measured time of a step on random tokens; the largest model that fits |
+//! - The configuration as requested and as resolved, the learning-rate schedule, and the way from
+//!   them to model and programs: [`config`], [`schedule`], [`shape`].
+//! - One rank: [`rank`], and its [`state`], [`tier`], [`optimizer`], [`precision`] and [`fp8`].
+//! - The execution of programs on it: [`lanes`], and between ranks [`links`], [`collectives`],
+//!   [`encoded`] and [`outer`].
+//! - The files that a run writes: [`checkpoint`], [`snapshot`], [`metrics`], [`recording`],
+//!   [`trace`].
+//! - A run, on one rank or many: [`corpora`], [`session`], [`resume`], [`trainer`], `clock`,
+//!   [`early_stopping`], [`health`], [`world`], [`warning`].
+//! - The positions of ranks, the detection of failed ones, and injected faults: [`positions`],
+//!   [`watch`], [`faults`], [`lasting_faults`].
+//! - A trained model, its evaluation and generation: [`trained`], [`evaluate`], [`generate`].
+//! - The memory and cost of a step, predicted by executing it without data, and settings that fit:
+//!   [`predict`], [`limit`], [`host`].
+//! - The measured time of a step on random tokens, and the largest model that fits: [`bench`],
+//!   [`largest`].
 //!
 //! The engine knows instructions and no strategies: the program alone decides on sharding, gathers
 //! and recomputation.

@@ -6,12 +6,12 @@
 
 use crate::Result;
 use crate::rank::StepOutcome;
-use crate::session::Session;
+use crate::session::{Session, program_index};
 use crate::shape::compute_dtype;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use trainyard_program::Program;
+use trainyard_program::{Program, StepKind};
 use trainyard_record::RecordError;
 use trainyard_record::monitor::{self, Inside, Monitor};
 use trainyard_record::programs::{Programs, Work};
@@ -52,7 +52,7 @@ impl Recording {
         };
         programs.write(&session.folder)?;
         let host = world.place(world.rank()).host;
-        let steps = StepWriter::create(&session.folder, &session.programs, &host)?;
+        let steps = StepWriter::create(&session.folder, &programs.programs, &host)?;
         let step = Arc::new(AtomicU64::new(session.state.step));
         // Ranks that are threads share a process, which rank 0 watches.
         let watches = world.rank() == 0 || world.backend() != "local";
@@ -78,6 +78,7 @@ impl Recording {
     pub fn step(
         &mut self,
         step: u64,
+        kind: StepKind,
         snapshot: bool,
         outcome: &StepOutcome,
         moments: Moments,
@@ -90,7 +91,7 @@ impl Recording {
         let times = |span: &crate::lanes::Span| Times { waited: span.waited, start: span.start, end: span.end };
         self.steps.write(&Step {
             step,
-            snapshot,
+            program: program_index(kind, snapshot),
             began: self.steps.since_epoch(began),
             before: began.saturating_duration_since(moments.last_end),
             length: moments.end.saturating_duration_since(began),

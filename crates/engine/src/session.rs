@@ -67,10 +67,8 @@ pub struct Session {
     /// This rank, which trains.
     pub rank: Rank,
     /// The programs of a step: without and with a snapshot at its end. Where replicas train apart,
-    /// those of an inner step.
-    pub programs: [Program; 2],
-    /// The same of steps that end in an outer step, where replicas train apart.
-    pub outer_programs: Option<[Program; 2]>,
+    /// these are the programs of an inner step, and those of an outer step follow.
+    pub programs: Vec<Program>,
     /// Predicted memory and cost of a step.
     pub prediction: StepNeeds,
     /// True if checkpoints are written from a copy while training goes on.
@@ -214,8 +212,11 @@ impl Session {
         let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
         let shape = shape::model_shape(&model, &batch, dtype)?;
         let strategy = shape::strategy(&resolved, model.units().len())?;
-        let programs = shape::programs(&shape, &shape::mesh(&resolved), &strategy, world.rank() as u32)?;
-        let outer_programs = shape::outer_programs(&resolved, &shape, &strategy, world.rank() as u32)?;
+        let own_programs = |strategy| shape::programs(&shape, &shape::mesh(&resolved), strategy, world.rank() as u32);
+        let mut programs = Vec::from(own_programs(&strategy)?);
+        if let Some(outer) = shape::outer_strategy(&resolved, &strategy) {
+            programs.extend(own_programs(&outer)?);
+        }
         let choice = collectives::choose(&resolved, &world)?;
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
         let prediction = predict(shape::model_of(&resolved, spec.clone(), own)?, &programs[0], &batch, &settings)?;
@@ -298,7 +299,6 @@ impl Session {
             world,
             rank,
             programs,
-            outer_programs,
             prediction,
             copies_state,
             peaks,
@@ -308,13 +308,9 @@ impl Session {
         })
     }
 
-    /// The program of a step: with an outer step at its end, and with a snapshot.
+    /// The program of a step of `kind`, with or without a snapshot at its end.
     pub(crate) fn program(&self, kind: StepKind, snapshot: bool) -> &Program {
-        let programs = match (&self.outer_programs, kind) {
-            (Some(programs), StepKind::Outer) => programs,
-            _ => &self.programs,
-        };
-        &programs[usize::from(snapshot)]
+        &self.programs[program_index(kind, snapshot)]
     }
 
     fn check_room(&self, note: &mut impl FnMut(&str)) -> Result<()> {
@@ -442,7 +438,7 @@ impl Session {
                 },
             },
         });
-        if let Some([outer, _]) = &self.outer_programs {
+        if let Some(outer) = self.programs.get(program_index(StepKind::Outer, false)) {
             plan["outer_program"] = json!(outer);
         }
         if let Some(measured) = measured {
@@ -477,6 +473,11 @@ impl Session {
         // The configuration is written last, because it makes the folder a run.
         self.write(files::CONFIG, self.resolved.to_toml())
     }
+}
+
+/// The place of a step's program in [`Session::programs`].
+pub(crate) fn program_index(kind: StepKind, snapshot: bool) -> usize {
+    2 * usize::from(kind == StepKind::Outer) + usize::from(snapshot)
 }
 
 /// A note on the effect of `precision.fp8` on this run, if it is on.

@@ -498,15 +498,9 @@ pub fn programs(shape: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u32)
     Ok([program(false)?, program(true)?])
 }
 
-/// The checked programs of steps that end in an outer step; None where replicas do not train apart.
-pub fn outer_programs(
-    resolved: &Resolved,
-    shape: &ModelShape,
-    strategy: &Strategy,
-    rank: u32,
-) -> Result<Option<[Program; 2]>> {
-    let outer = Strategy { kind: StepKind::Outer, ..strategy.clone() };
-    resolved.apart.map(|_| programs(shape, &mesh(resolved), &outer, rank)).transpose()
+/// The strategy of steps that end in an outer step; None where replicas do not train apart.
+pub fn outer_strategy(resolved: &Resolved, strategy: &Strategy) -> Option<Strategy> {
+    resolved.apart.map(|_| Strategy { kind: StepKind::Outer, ..strategy.clone() })
 }
 
 /// The checked program of a step of `model` for rank `rank` of `mesh`, whose micro-batches have

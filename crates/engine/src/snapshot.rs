@@ -11,8 +11,8 @@
 //! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
-//! - `replicas`: the optimizer's state of all replicas but the first, and inside a round the
-//!   masters of all (`...replica.3`).
+//! - `replicas`: the optimizer's state and the counts of all replicas but the first
+//!   (`state.replica.3`), and inside a round the masters of all (`...replica.3`).
 //!
 //! Names and shapes are those of whole parameters, and each rank writes elements that it holds:
 //! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
@@ -79,6 +79,19 @@ pub struct RunState {
     pub tokenizer: String,
 }
 
+/// The numbers of a [`RunState`] that a replica that trains apart has for itself: it skips steps
+/// without the others. The first replica's are those of the run's state.
+#[derive(Serialize, Deserialize)]
+struct ReplicaState {
+    updates: u64,
+    skipped_in_a_row: u64,
+    skipped: u64,
+    history: History,
+}
+
+/// The name of a [`ReplicaState`], as JSON, in front of that of the replica.
+const REPLICA_STATE: &str = "state";
+
 /// Names of the parts of a checkpoint.
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
@@ -97,9 +110,13 @@ pub fn take(rank: &Rank, state: &RunState, copies: bool) -> Result<Snapshot<'sta
         // The writer reads the results of all lanes.
         rank.device().synchronize_lanes()?;
     }
+    let mut parts = parts(rank, copies)?;
+    if let Some(replicas) = parts.iter_mut().find(|part| part.name == REPLICAS) {
+        replicas.regions.extend(replica_state(rank, state));
+    }
     Ok(Snapshot {
         step: state.step,
-        parts: parts(rank, copies)?,
+        parts,
         state: serde_json::to_value(RunState { amax_history: rank.amax_history(), ..state.clone() })
             .expect("plain data is JSON"),
         attachments: Vec::new(),
@@ -230,6 +247,35 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
     Ok(parts.into_iter().map(part).collect())
 }
 
+/// The numbers of `state` that the rank's replica has for itself, as a tensor of bytes. The first
+/// rank of each replica but the first writes them.
+fn replica_state(rank: &Rank, state: &RunState) -> Option<Region<'static>> {
+    let (replica, _) = rank.replica();
+    if replica == 0 || !rank.parameters.holding().is_first_of_replica() {
+        return None;
+    }
+    let RunState { updates, skipped_in_a_row, skipped, ref history, .. } = *state;
+    let own = ReplicaState { updates, skipped_in_a_row, skipped, history: history.clone() };
+    let text = serde_json::to_vec(&own).expect("plain data is JSON");
+    Some(Region {
+        name: of_replica(REPLICA_STATE, replica),
+        dtype: DType::U8,
+        shape: vec![text.len()],
+        runs: vec![Runs::from(0..text.len())],
+        bytes: Bytes::from(text),
+    })
+}
+
+/// Reads what [`replica_state`] wrote.
+fn read_replica_state(checkpoint: &Checkpoint, replica: usize) -> Result<ReplicaState> {
+    let name = of_replica(REPLICA_STATE, replica);
+    let mut text = vec![0; checkpoint.entry(REPLICAS, &name)?.elements()];
+    checkpoint.read(REPLICAS, &name, 0..text.len(), &mut text)?;
+    serde_json::from_slice(&text).map_err(|error| {
+        does_not_fit(format!("`{name}` in {} is not the state of a replica: {error}", checkpoint.path().display()))
+    })
+}
+
 /// The outer momenta that this rank writes.
 fn momenta(rank: &Rank, writes: &Writes, copies: bool) -> Result<Vec<Region<'static>>> {
     let mut all = Vec::new();
@@ -299,7 +345,8 @@ fn of_replica(name: &str, replica: usize) -> String {
 /// The names in the part of replicas, of all replicas.
 fn all_replica_names(rank: &Rank) -> BTreeSet<String> {
     let (_, replicas) = rank.replica();
-    let states = all_state_names(rank).into_iter().flat_map(|name| (1..replicas).map(move |r| of_replica(&name, r)));
+    let states = all_state_names(rank).into_iter().chain([REPLICA_STATE.to_owned()]);
+    let states = states.flat_map(|name| (1..replicas).map(move |r| of_replica(&name, r)));
     let masters = if rank.is_in_round() { all_names(rank) } else { BTreeSet::new() };
     states.chain(masters.into_iter().flat_map(|name| (0..replicas).map(move |r| of_replica(&name, r)))).collect()
 }
@@ -449,6 +496,10 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     })?;
     restore_apart(rank, checkpoint, own)?;
     restore_residuals(rank, checkpoint)?;
+    if own > 0 {
+        let ReplicaState { updates, skipped_in_a_row, skipped, history } = read_replica_state(checkpoint, own)?;
+        state = RunState { updates, skipped_in_a_row, skipped, history, ..state };
+    }
     state.scaler = state.scaler.continued(rank.scaler());
     rank.core(|core| (core.updates, core.scaler) = (state.updates, state.scaler));
     Ok(state)

@@ -14,7 +14,7 @@ use crate::rank::{StepOutcome, StepSettings};
 use crate::recording::{Moments, Recording};
 use crate::resume::rate_change;
 use crate::schedule::Schedule;
-use crate::session::Session;
+use crate::session::{Session, program_index};
 use crate::shape::compute_dtype;
 use crate::snapshot::{self, RunState};
 use crate::trace::TraceWriter;
@@ -147,7 +147,7 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
         };
         let outcome = run.step(kind, snapshot)?;
         run.record(&outcome, kind, snapshot)?;
-        run.guard_against_divergence(&outcome)?;
+        run.guard_against_divergence(&outcome, kind)?;
         if run.evaluation_due() {
             run.evaluate()?;
         }
@@ -347,10 +347,9 @@ impl<'s> Run<'s> {
 
     /// The kind of the next step.
     fn kind(&self) -> StepKind {
-        match &self.session.outer_programs {
-            None => StepKind::Synchronous,
-            Some(_) if self.session.state.step + 1 == self.round_end => StepKind::Outer,
-            Some(_) => StepKind::Inner,
+        match self.session.programs[0].kind {
+            StepKind::Inner if self.session.state.step + 1 == self.round_end => StepKind::Outer,
+            kind => kind,
         }
     }
 
@@ -407,11 +406,8 @@ impl<'s> Run<'s> {
             rate_factor: self.clock.schedule.factor(session.state.step),
             clip_norm: session.resolved.optimizer.clip_norm,
         };
-        let apart = session.outer_programs.is_some();
-        let program = match (&session.outer_programs, kind) {
-            (Some(programs), StepKind::Outer) => &programs[usize::from(snapshot)],
-            _ => &session.programs[usize::from(snapshot)],
-        };
+        let apart = !kind.is_synchronous();
+        let program = &session.programs[program_index(kind, snapshot)];
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
         let copies = session.copies_state;
         let samples = loader.position().samples + session.resolved.batch.global as u64;
@@ -525,10 +521,8 @@ impl<'s> Run<'s> {
             trace.step(step, program, &outcome.spans)?;
         }
         let moments = Moments { last_end, agreed: self.agreed, end: now };
-        // The record holds the programs of inner steps; an outer step shows as a gap.
         if let Some(recording) = &mut self.recording
-            && kind != StepKind::Outer
-            && let Err(error) = recording.step(step, snapshot, outcome, moments)
+            && let Err(error) = recording.step(step, kind, snapshot, outcome, moments)
         {
             self.recording = None;
             self.progress.note(&warning(no_record(&error)));
@@ -596,13 +590,27 @@ impl<'s> Run<'s> {
     }
 
     /// Stops a run after too many skipped steps in a row. The checkpoint from before them stays.
-    fn guard_against_divergence(&mut self, outcome: &StepOutcome) -> Result<()> {
-        let state = &self.session.state;
+    ///
+    /// Replicas that train apart skip steps by themselves. They decide together when they meet: the
+    /// run ends if one of them has skipped too many, or has met a spike that is to end it.
+    fn guard_against_divergence(&mut self, outcome: &StepOutcome, kind: StepKind) -> Result<()> {
+        let mut skipped = self.session.state.skipped_in_a_row;
+        match kind {
+            StepKind::Synchronous => {}
+            StepKind::Inner => return Ok(()),
+            StepKind::Outer => {
+                let world = &self.session.world;
+                let mut all = vec![0; 2 * world.size()];
+                world.all_gather(&[skipped, u64::from(self.is_stopped_by_spike)], &mut all)?;
+                skipped = all.iter().step_by(2).copied().max().unwrap_or(skipped);
+                self.is_stopped_by_spike = all.iter().skip(1).step_by(2).any(|stops| *stops != 0);
+            }
+        }
         let limit = self.session.resolved.config.training.skipped_steps_max;
-        if state.skipped_in_a_row < limit.max(1) || !outcome.skipped {
+        if skipped < limit.max(1) {
             return Ok(());
         }
-        let (step, skipped, loss) = (state.step, state.skipped_in_a_row, outcome.loss);
+        let (step, loss) = (self.session.state.step, outcome.loss);
         self.progress.end();
         if let Some(recorder) = &mut self.recorder {
             recorder.end()?;

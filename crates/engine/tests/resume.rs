@@ -3,19 +3,19 @@
 
 #[path = "common/runs.rs"]
 mod runs;
+#[path = "common/small.rs"]
+mod small;
 #[path = "common/tensors.rs"]
 mod tensors;
 
-use runs::{copy, run_to_the_end};
+use runs::copy;
+use small::run;
 use std::collections::BTreeMap;
 use std::path::Path;
-use tensors::tensors;
 use trainyard_engine::checkpoint::{Choice, find_latest};
-use trainyard_engine::config::Config;
 use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trained::{Runtime, open_trained};
-use trainyard_engine::trainer::Ending;
 
 const DDP: &[&str] = &["parallel.ranks=4"];
 const STAGE_1: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=1"];
@@ -25,37 +25,8 @@ const HYBRID: &[&str] =
 const ONE: &[&str] = &["parallel.ranks=1"];
 const THREE: &[&str] = &["parallel.ranks=3", "parallel.zero_stage=3", "training.global_batch_size=6"];
 
-/// The configuration of a small run on its own text.
-fn config(folder: &Path, name: &str, sets: &[&str]) -> Config {
-    let text = folder.join("text.txt");
-    if !text.exists() {
-        std::fs::write(&text, trainyard_testing::text(3000)).unwrap();
-    }
-    let toml = format!(
-        "[run]\nname = '{name}'\ndirectory = '{0}'\n[model]\ndim = 32\nlayers = 2\nheads = 4\n[tokenizer]\nkind = 'bytes'\n\
-         [data]\ntrain = '{0}/text.txt'\nvalidation_fraction = 0\n[training]\nsequence_length = 16\nmicro_batch_size = 1\n\
-         [schedule]\nkind = 'constant'\nwarmup_steps = 0\n[compute]\nthreads = 1\n[metrics]\ntensorboard = false\n",
-        folder.display()
-    );
-    let mut all = vec!["training.global_batch_size=4".to_owned()];
-    all.extend(sets.iter().map(|set| (*set).to_owned()));
-    Config::parse("c.toml".as_ref(), &toml, &all).unwrap()
-}
-
-/// Runs all ranks from `open` to the end, and returns the final checkpoint's tensors.
-fn run(
-    folder: &Path,
-    ranks: &Config,
-    open: impl Fn(trainyard_comm::Communicator) -> trainyard_engine::Result<Session> + Sync,
-) -> BTreeMap<String, Vec<u8>> {
-    let ending = run_to_the_end(ranks, open);
-    assert_eq!(ending.unwrap(), Ending::Complete);
-    tensors(&find_latest(folder).unwrap().unwrap().checkpoint)
-}
-
 fn start(folder: &Path, name: &str, sets: &[&str], steps: &str) -> BTreeMap<String, Vec<u8>> {
-    let config = config(folder, name, &[sets, &[steps]].concat());
-    run(&folder.join(name), &config, |world| Session::create(&config, world, |_| ()))
+    small::start(folder, name, &[sets, &[steps]].concat())
 }
 
 /// Resumes a copy of the run `from` with another layout.

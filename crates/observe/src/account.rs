@@ -5,10 +5,11 @@
 //! step has time of the engine: between instructions, and between steps.
 
 use crate::measured::Measured;
+use crate::run::Run;
 use serde::Serialize;
 use trainyard_plan::{Breakdown, TimeCategory};
-use trainyard_program::Lane;
-use trainyard_sim::RankTime;
+use trainyard_program::{Lane, Program};
+use trainyard_sim::{RankTime, Span};
 
 /// The seconds of a step of one rank.
 #[derive(Clone, PartialEq, Debug, Serialize)]
@@ -41,16 +42,7 @@ impl Account {
             engine_s += (gap - measured.waited_s[rank][number]).max(0.0);
             last_end = last_end.max(span.end_s);
         }
-        let time = RankTime {
-            rank: program.rank,
-            spans: spans.clone(),
-            busy_s: [0.0; Lane::ALL.len()],
-            waited_s: [0.0; Lane::ALL.len()],
-            host_s: 0.0,
-            interference_s: 0.0,
-        };
-        let inside_s = measured.seconds - measured.before_s;
-        let breakdown = Breakdown::of(program, &time, inside_s);
+        let breakdown = break_down(program, spans.clone(), measured.seconds - measured.before_s);
         let unexplained_s = breakdown.seconds(TimeCategory::Beside);
         Account {
             step_s: measured.seconds,
@@ -82,6 +74,36 @@ impl Account {
         parts.retain(|(_, seconds)| *seconds > 0.0);
         parts
     }
+}
+
+/// The breakdown of a step of `seconds` in which the instructions of `program` took `spans`.
+fn break_down(program: &Program, spans: Vec<Span>, seconds: f64) -> Breakdown {
+    let time = RankTime {
+        rank: program.rank,
+        spans,
+        busy_s: [0.0; Lane::ALL.len()],
+        waited_s: [0.0; Lane::ALL.len()],
+        host_s: 0.0,
+        interference_s: 0.0,
+    };
+    Breakdown::of(program, &time, seconds)
+}
+
+/// The breakdown of rank 0's predicted step; None without a prediction.
+pub fn predicted(run: &Run) -> Option<Breakdown> {
+    let predicted = run.predicted.as_ref()?;
+    let program = run.ranks.first()?.programs.programs.first()?;
+    let spans = predicted.stages.get(program.stage() as usize)?;
+    if spans.len() != program.instructions.len() {
+        return None;
+    }
+    let spans = spans.iter().map(|[start_s, end_s]| Span { start_s: *start_s, end_s: *end_s }).collect();
+    Some(break_down(program, spans, predicted.step_s))
+}
+
+/// The accounts of rank 0, step by step.
+pub fn accounts(steps: &[Measured<'_>]) -> Vec<Account> {
+    steps.iter().map(|step| Account::of(step, 0)).collect()
 }
 
 /// The mean account of several steps of one rank; None without steps.

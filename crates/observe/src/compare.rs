@@ -1,6 +1,6 @@
 //! Two runs side by side: what changed between their steps, by instruction.
 
-use crate::account::{Account, mean};
+use crate::account::{Account, accounts, mean};
 use crate::measured::{Measured, measured};
 use crate::run::Run;
 use serde::Serialize;
@@ -42,11 +42,8 @@ impl Part {
 pub fn compare(runs: [&Run; 2]) -> Option<Comparison> {
     let steps = runs.map(measured);
     let step_s = |n: usize| median(steps[n].iter().map(|step| step.seconds));
-    let accounts: Vec<Account> = steps
-        .iter()
-        .filter_map(|steps| mean(&steps.iter().map(|step| Account::of(step, 0)).collect::<Vec<_>>()))
-        .collect();
-    let [first, second] = <[Account; 2]>::try_from(accounts).ok()?;
+    let account = |n: usize| mean(&accounts(&steps[n]));
+    let (first, second) = (account(0)?, account(1)?);
     let named = |account: &Account| {
         account.parts().into_iter().map(|(name, seconds)| (name.to_owned(), seconds)).collect::<Vec<_>>()
     };

@@ -1,9 +1,8 @@
 //! Measured steps of all ranks on one clock, ready to be replayed without a cause.
 
 use crate::run::{RankRecord, Run};
-use crate::verdict::Saving;
 use std::ops::RangeInclusive;
-use trainyard_program::{Instruction, Program};
+use trainyard_program::{Action, Instruction, Program};
 use trainyard_record::monitor::Sample;
 use trainyard_record::programs::Work;
 use trainyard_record::steps::Step;
@@ -36,13 +35,16 @@ pub struct Measured<'a> {
     pub waited_s: Vec<Vec<f64>>,
     /// The same step, to be replayed.
     pub replay: Replay<'a>,
-    /// The sample of the machine that was taken during it, or next after it.
+    /// Seconds of the step when it is replayed unchanged. They differ from the measured ones only
+    /// by the time after the last instruction.
+    pub replayed_s: f64,
+    /// The sample of the machine whose time covers the middle of the step.
     pub sample: Option<&'a Sample>,
 }
 
 /// The instruction that a change of a step may touch.
 #[derive(Clone, Copy)]
-pub struct Place<'a> {
+pub struct Site<'a> {
     /// Place of the rank among those recorded.
     pub rank: usize,
     /// Number of the instruction.
@@ -53,34 +55,23 @@ pub struct Place<'a> {
 
 impl<'a> Measured<'a> {
     /// Seconds of the step when `change` has changed the own times of its instructions.
-    pub fn without(&self, change: &mut dyn FnMut(Place<'a>, &mut Own)) -> f64 {
+    pub fn without(&self, change: &mut dyn FnMut(Site<'a>, &mut Own)) -> f64 {
         let mut changed = self.replay.clone();
         let programs = self.replay.programs();
         for (rank, program) in programs.iter().enumerate() {
             for (number, instruction) in program.instructions.iter().enumerate() {
-                change(Place { rank, number, instruction }, &mut changed.own[rank][number]);
+                change(Site { rank, number, instruction }, &mut changed.own[rank][number]);
             }
         }
         // Shorter durations cannot make ranks wait in a circle; if the record is odd, nothing is
         // saved.
-        self.before_s + changed.seconds().unwrap_or(self.seconds - self.before_s)
-    }
-
-    /// Seconds of the step when nothing is changed. It differs from the measured time only by what
-    /// is after the last instruction.
-    pub fn replayed(&self) -> f64 {
-        self.without(&mut |_, _| {})
-    }
-
-    /// The instruction of a rank.
-    pub fn instruction(&self, rank: usize, number: usize) -> &'a Instruction {
-        &self.replay.programs()[rank].instructions[number]
+        changed.seconds().map_or(self.replayed_s, |seconds| self.before_s + seconds)
     }
 }
 
 /// The program of a rank in this step.
 fn program<'a>(record: &'a RankRecord, step: &Step) -> &'a Program {
-    &record.programs.programs[usize::from(step.snapshot)]
+    &record.programs.programs[step.program]
 }
 
 /// The steps of a run that every recorded rank has recorded, warm-up left out; at most
@@ -102,7 +93,7 @@ pub fn measured_in<'a>(run: &'a Run, range: &RangeInclusive<u64>) -> Vec<Measure
 fn common(run: &Run) -> Vec<u64> {
     let Some(first) = run.ranks.first() else { return Vec::new() };
     let has = |record: &RankRecord, step: &Step| {
-        find(record, step.step).is_some_and(|at| record.steps[at].snapshot == step.snapshot)
+        find(record, step.step).is_some_and(|at| record.steps[at].program == step.program)
     };
     let everywhere = first.steps.iter().filter(|step| run.ranks.iter().all(|record| has(record, step)));
     everywhere.map(|step| step.step).collect()
@@ -141,14 +132,16 @@ fn assemble<'a>(run: &'a Run, of_ranks: Vec<(&'a RankRecord, &'a Step)>) -> Meas
     let seconds = first.seconds();
     let middle = origin + (seconds - before_s) / 2.0;
     let sample = run.samples.iter().find(|sample| sample.unix_s >= middle && sample.unix_s - sample.seconds <= middle);
+    let replay = Replay::of(&programs, &spans);
     Measured {
         step: first.step,
-        snapshot: first.snapshot,
+        snapshot: programs[0].instructions.iter().any(|i| i.action == Action::Snapshot),
         seconds,
         before_s,
         agreed_s: first.agreed.as_secs_f64().min(before_s),
         began_s: origin,
-        replay: Replay::of(&programs, &spans),
+        replayed_s: replay.seconds().map_or(seconds, |replayed| before_s + replayed),
+        replay,
         spans,
         waited_s,
         sample,
@@ -156,10 +149,14 @@ fn assemble<'a>(run: &'a Run, of_ranks: Vec<(&'a RankRecord, &'a Step)>) -> Meas
 }
 
 /// Seconds to add to each rank's clock. Ranks of one host share a clock. Those of other hosts are
-/// shifted so that the norm, in which all ranks meet, ends at the same time on all.
+/// shifted so that the norm, in which all ranks meet, ends at the same time on all. Replicas that
+/// train apart do not meet in it; their clocks are taken as they are.
 fn clock_shifts(of_ranks: &[(&RankRecord, &Step)]) -> Vec<f64> {
     let norm = |(record, step): &(&RankRecord, &Step)| {
-        let clip = program(record, step).instructions.iter().position(|i| i.action.name() == "clip")?;
+        let program = program(record, step);
+        let meets_all = program.ranks_of_norm().len() == program.mesh.ranks() as usize;
+        let is_norm = |i: &Instruction| meets_all && matches!(i.action, Action::Clip { .. });
+        let clip = program.instructions.iter().position(is_norm)?;
         Some((step.began + step.instructions[clip].end).as_secs_f64())
     };
     let base = norm(&of_ranks[0]);
@@ -173,24 +170,8 @@ fn clock_shifts(of_ranks: &[(&RankRecord, &Step)]) -> Vec<f64> {
 /// The work of an instruction of a recorded rank.
 pub fn work(run: &Run, rank: usize, number: usize, instruction: &Instruction) -> Work {
     let programs = &run.ranks[rank].programs;
-    let same = programs.programs[0].instructions.get(number).is_some_and(|own| own.action == instruction.action);
-    if same { programs.work.get(number).copied().unwrap_or_default() } else { Work::default() }
-}
-
-/// The mean saving over steps, with twice its standard error on both sides.
-pub fn mean_saving(pairs: &[(f64, f64)]) -> Option<Saving> {
-    let count = pairs.len() as f64;
-    if pairs.is_empty() {
-        return None;
-    }
-    let savings = || pairs.iter().map(|(measured, without)| measured - without);
-    let mean = savings().sum::<f64>() / count;
-    let variance = savings().map(|saving| (saving - mean).powi(2)).sum::<f64>() / (count - 1.0).max(1.0);
-    let error = 2.0 * (variance / count).sqrt();
-    Some(Saving {
-        step_seconds: pairs.iter().map(|(measured, _)| measured).sum::<f64>() / count,
-        seconds: mean,
-        low_seconds: mean - error,
-        high_seconds: mean + error,
-    })
+    // The other programs are the first with more instructions, so there it is no later than here.
+    let first = &programs.programs[0].instructions;
+    let at = first.iter().take(number + 1).rposition(|own| own.action == instruction.action);
+    at.and_then(|at| programs.work.get(at)).copied().unwrap_or_default()
 }

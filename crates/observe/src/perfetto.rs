@@ -40,7 +40,7 @@ pub fn write(
         for (rank, program) in step.replay.programs().iter().enumerate() {
             instructions(&mut events, run, step, rank, program, begin);
             between(&mut events, step, program, begin);
-            predicted(&mut events, run, step, program, begin);
+            predicted(&mut events, run, step, rank, begin);
         }
         counters(&mut events, step, begin);
     }
@@ -145,8 +145,9 @@ fn between(events: &mut Vec<Value>, step: &Measured<'_>, program: &Program, begi
     }
 }
 
-/// The predicted step, begun when the measured one began.
-fn predicted(events: &mut Vec<Value>, run: &Run, step: &Measured<'_>, program: &Program, begin: f64) {
+/// The predicted step, which is one of the first program, begun when the measured one began.
+fn predicted(events: &mut Vec<Value>, run: &Run, step: &Measured<'_>, rank: usize, begin: f64) {
+    let program = &run.ranks[rank].programs.programs[0];
     let Some(spans) = run.predicted.as_ref().and_then(|p| p.stages.get(program.stage() as usize)) else { return };
     for (instruction, [start, end]) in program.instructions.iter().zip(spans) {
         events.push(json!({

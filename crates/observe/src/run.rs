@@ -1,14 +1,14 @@
-//! A run's folder, as far as it explains the run.
+//! The folder of a run: the files that explain it.
 
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
-use trainyard_record::RecordError;
 use trainyard_record::health::{self, HealthEvent};
 use trainyard_record::monitor::{self, Sample};
 use trainyard_record::programs::{Predicted, Programs};
 use trainyard_record::steps::{self, Step};
+use trainyard_record::{RecordError, read_lines};
 
-/// What a run left about itself.
+/// The record of a run.
 #[derive(Debug, Default)]
 pub struct Run {
     /// The folder.
@@ -109,7 +109,7 @@ impl Run {
             run.ranks.push(RankRecord { rank, host, programs, steps });
         }
         run.predicted = Predicted::read(folder)?;
-        run.metrics = json_lines(&folder.join("metrics.jsonl"))?;
+        run.metrics = read_lines(&folder.join("metrics.jsonl"))?;
         run.metrics.retain(|metrics| metrics.step_s > 0.0);
         run.samples = monitor::read(&monitor::path(folder, 0))?;
         run.health = health::read(folder)?;
@@ -125,15 +125,6 @@ impl Run {
     /// Number of ranks of the run; 0 if nothing was recorded.
     pub fn world(&self) -> usize {
         self.ranks.first().map_or(0, |rank| rank.programs.programs[0].mesh.ranks() as usize)
-    }
-}
-
-fn json_lines<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>, RecordError> {
-    match std::fs::read_to_string(path) {
-        // The last line of a run that goes on may not be whole yet.
-        Ok(text) => Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(source) => Err(RecordError::Io { what: "read", path: path.display().to_string(), source }),
     }
 }
 

@@ -100,8 +100,7 @@ impl Cause {
         }
     }
 
-    /// True for causes that make the run wrong or end it, and are looked after before time is
-    /// saved.
+    /// True for causes that make the run wrong or end it. They come before lost time.
     fn comes_first(self) -> bool {
         matches!(self, Cause::Hang | Cause::WrongNumbers | Cause::Leak | Cause::IncompleteData)
     }
@@ -297,9 +296,28 @@ impl Saving {
         if self.step_seconds > 0.0 { self.seconds / self.step_seconds } else { 0.0 }
     }
 
-    /// The saving estimated by the median of replayed steps, from the smallest to the largest of
-    /// them. None without steps.
-    pub fn of_steps(steps: &[SavedStep]) -> Option<Saving> {
+    /// The mean saving of replayed steps, with twice its standard error on both sides. None without
+    /// steps.
+    pub fn mean_of_steps(steps: &[SavedStep]) -> Option<Saving> {
+        if steps.is_empty() {
+            return None;
+        }
+        let count = steps.len() as f64;
+        let savings = || steps.iter().map(|step| step.measured_seconds - step.replayed_seconds);
+        let mean = savings().sum::<f64>() / count;
+        let variance = savings().map(|saving| (saving - mean).powi(2)).sum::<f64>() / (count - 1.0).max(1.0);
+        let error = 2.0 * (variance / count).sqrt();
+        Some(Saving {
+            step_seconds: steps.iter().map(|step| step.measured_seconds).sum::<f64>() / count,
+            seconds: mean,
+            low_seconds: mean - error,
+            high_seconds: mean + error,
+        })
+    }
+
+    /// The median saving of replayed steps, from the smallest to the largest of them. None without
+    /// steps.
+    pub fn median_of_steps(steps: &[SavedStep]) -> Option<Saving> {
         let savings = || steps.iter().map(|step| step.measured_seconds - step.replayed_seconds);
         Some(Saving {
             step_seconds: trainyard_base::median(steps.iter().map(|step| step.measured_seconds))?,
@@ -493,8 +511,8 @@ input bound (critical): The step waits for its batch.
     #[test]
     fn a_saving_is_the_median_of_steps_between_its_extremes() {
         let step = |measured_seconds, replayed_seconds| SavedStep { measured_seconds, replayed_seconds };
-        let saving = Saving::of_steps(&[step(0.5, 0.25), step(0.5, 0.5), step(0.75, 0.625)]).unwrap();
+        let saving = Saving::median_of_steps(&[step(0.5, 0.25), step(0.5, 0.5), step(0.75, 0.625)]).unwrap();
         assert_eq!(saving, Saving { step_seconds: 0.5, seconds: 0.125, low_seconds: 0.0, high_seconds: 0.25 });
-        assert_eq!(Saving::of_steps(&[]), None);
+        assert_eq!(Saving::median_of_steps(&[]), None);
     }
 }

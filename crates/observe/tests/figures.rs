@@ -77,7 +77,6 @@ fn a_host_that_launches_too_slowly_and_exposed_communication_are_told() {
 }
 
 #[test]
-fn a_rank_that_all_wait_for_is_found_among_files() {
-    // The same trace twice: nobody is slower.
+fn the_same_trace_twice_has_no_straggler() {
     assert_eq!(report(&["data_parallel", "data_parallel"]).diagnosis.verdict(Cause::Straggler), None);
 }

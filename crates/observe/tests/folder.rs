@@ -6,6 +6,7 @@ mod planted;
 use planted::{Plant, record};
 use serde_json::Value;
 use std::path::Path;
+use trainyard_observe::causes::Findings;
 use trainyard_observe::compare::compare;
 use trainyard_observe::diagnose::diagnose;
 use trainyard_observe::measured::{measured, measured_in};
@@ -34,7 +35,7 @@ fn a_folder_holds_what_was_recorded_and_its_trace_every_instruction_and_message(
     let run = Run::open(folder.path()).unwrap();
     let [one, other] = [&recording.run, &run].map(|run| measured(run).iter().map(|step| step.seconds).sum::<f64>());
     assert!((one / other - 1.0).abs() < 1e-4, "ticks of 256 ns: {one} {other}");
-    assert!(diagnose(&run).verdict(Cause::Straggler).is_some());
+    assert!(diagnose(&Findings::of(&run)).verdict(Cause::Straggler).is_some());
 
     let steps = measured_in(&run, &(20..=21));
     let mut text = Vec::new();
@@ -78,7 +79,7 @@ fn a_folder_without_a_run_or_a_record_says_so() {
     let error = Run::open(folder.path()).unwrap_err().to_string();
     assert!(error.contains("name the folder of a run"), "{error}");
     std::fs::write(folder.path().join("config.toml"), "").unwrap();
-    let diagnosis = diagnose(&Run::open(folder.path()).unwrap());
+    let diagnosis = diagnose(&Findings::of(&Run::open(folder.path()).unwrap()));
     assert_eq!(diagnosis.verdicts[0].cause, Cause::IncompleteData);
     assert_eq!(diagnosis.verdicts.len(), 1);
 }

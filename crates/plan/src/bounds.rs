@@ -156,11 +156,12 @@ pub(crate) struct Prices<'a> {
 }
 
 impl Prices<'_> {
-    /// Seconds of one instruction.
+    /// The least seconds of one instruction. A collective may be sent together with the one before.
     fn price(&self, action: Action, bytes: f64, keep: Keep) -> f64 {
         let mut instruction = Instruction::new(action);
         instruction.bytes = bytes as u64;
-        self.known.costs.device_s(self.program, &instruction, keep)
+        let costs = &self.known.costs;
+        costs.device_s(self.program, &instruction, keep) - costs.joined_s(self.program, &instruction)
     }
 
     /// The stages, each with the costs of one micro-batch.

@@ -4,7 +4,7 @@
 use crate::explain::duration;
 use crate::levers::{Advice, bars};
 use crate::svg::{Better, Mark, Point, Scatter, escaped, scatter, short};
-use crate::table::{cells, heading, titles};
+use crate::table::{cells, considered, heading, titles};
 use crate::{Answer, MemorySeries, Outline, PricedStep, Request, memory_plot, timeline};
 use std::fmt::Write as _;
 use trainyard_base::{format_bytes, format_count};
@@ -145,20 +145,11 @@ fn table(request: &Request, answer: &Answer) -> String {
 }
 
 fn reasons(answer: &Answer) -> String {
-    let counts = &answer.search;
     let mut html = "<section><h2>Why</h2><ul>\n".to_owned();
     for reason in &answer.reasons {
         let _ = writeln!(html, "<li>{}</li>", escaped(reason));
     }
-    let _ = writeln!(
-        html,
-        "</ul><p class=\"soft\">{} candidates considered: {} too large, {} cannot be {}, {} simulated.</p></section>",
-        format_count(counts.considered as f64),
-        format_count(counts.too_large as f64),
-        format_count(counts.too_slow as f64),
-        answer.objective.better(),
-        format_count(counts.simulated as f64)
-    );
+    let _ = writeln!(html, "</ul><p class=\"soft\">{}.</p></section>", considered(answer));
     html
 }
 

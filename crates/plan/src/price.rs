@@ -9,10 +9,11 @@ use crate::search::{Bound, Simulated};
 use crate::{Candidate, Objective, Request};
 use std::collections::HashMap;
 use std::ops::Range;
-use trainyard_program::{MemoryKind, ModelShape, Program, StateBytes, even_cuts, lower_stages};
+use trainyard_program::{MemoryKind, ModelShape, Program, StateBytes, Strategy, even_cuts, lower_stages};
 use trainyard_sim::transformer::{Units, Workload};
 use trainyard_sim::{
-    Constants, Costs, Format, Generation, MemoryUse, Partition, RankTime, Stack, memory, own_units, simulate,
+    Constants, Costs, Format, Generation, MemoryUse, Partition, RankTime, SimulateError, Stack, memory, own_units,
+    simulate, waiting,
 };
 use trainyard_tensor::DType;
 
@@ -103,7 +104,7 @@ fn units(request: &Request, work: &Workload, stack: &Stack, class: &Class) -> Un
 }
 
 /// Bytes per parameter element in `stack`. Formats of 32 bits need no second copy of parameters.
-fn stack_state(stack: &Stack, format: Format) -> StateBytes {
+pub(crate) fn stack_state(stack: &Stack, format: Format) -> StateBytes {
     match state_bytes(format) {
         StateBytes::F32 => StateBytes::F32,
         _ => stack.state,
@@ -130,11 +131,22 @@ pub struct PricedStep {
 }
 
 impl PricedStep {
+    /// Simulates `programs` at the prices `costs`.
+    pub(crate) fn simulated(programs: Vec<Program>, costs: &Costs) -> Result<PricedStep, SimulateError> {
+        let simulated = simulate(&programs, costs)?;
+        let memory =
+            programs.iter().zip(&simulated.ranks).map(|(program, time)| memory(program, time, costs)).collect();
+        Ok(PricedStep { programs, times: simulated.ranks, memory, step_s: simulated.step_s })
+    }
+
     /// The share of the step in which compute waits, on the rank that computes longest.
     pub fn waiting(&self) -> f64 {
-        let compute = trainyard_program::Lane::Compute as usize;
-        let busy = self.times.iter().map(|time| time.busy_s[compute]).fold(0.0, f64::max);
-        (1.0 - busy / self.step_s).clamp(0.0, 1.0)
+        waiting(&self.times, self.step_s)
+    }
+
+    /// The most bytes of tensors that a rank holds.
+    pub(crate) fn peak_bytes(&self) -> f64 {
+        self.memory.iter().map(|memory| memory.peak_bytes).fold(0.0, f64::max)
     }
 }
 
@@ -215,27 +227,28 @@ impl<'a> Pricer<'a> {
         self.known(candidate).cuts(candidate)
     }
 
+    /// The strategy of a candidate, with the software's division of layers and bytes of state.
+    pub(crate) fn strategy(&self, candidate: &Candidate) -> Strategy {
+        let known = self.known(candidate);
+        let stack = &known.costs.stack;
+        let mut strategy = candidate.strategy(known.shape.units.len());
+        strategy.cuts = known.cuts(candidate);
+        strategy.bytes = stack.state;
+        strategy.sequence_parallel &= stack.sequence_parallel;
+        strategy
+    }
+
     /// Lowers and simulates a candidate; None if there is no lowering for it.
     pub fn step(&self, candidate: &Candidate) -> Option<PricedStep> {
-        let known = self.known(candidate);
-        let Known { shape, costs } = known;
-        let mut strategy = candidate.strategy(shape.units.len());
-        strategy.cuts = known.cuts(candidate);
-        strategy.bytes = costs.stack.state;
-        strategy.sequence_parallel &= costs.stack.sequence_parallel;
-        let mesh = &candidate.mesh;
-        let programs = lower_stages(shape, mesh, &strategy).ok()?;
-        let simulated = simulate(&programs, costs).ok()?;
-        let memory =
-            programs.iter().zip(&simulated.ranks).map(|(program, time)| memory(program, time, costs)).collect();
-        Some(PricedStep { programs, times: simulated.ranks, memory, step_s: simulated.step_s })
+        let Known { shape, costs } = self.known(candidate);
+        let programs = lower_stages(shape, &candidate.mesh, &self.strategy(candidate)).ok()?;
+        PricedStep::simulated(programs, costs).ok()
     }
 
     /// The price that the search compares.
     pub fn simulated(&self, candidate: &Candidate) -> Option<Simulated> {
         let step = self.step(candidate)?;
-        let peak = step.memory.iter().map(|memory| memory.peak_bytes).fold(0.0, f64::max);
-        Some(Simulated { cost: self.cost(candidate, step.step_s), bytes: self.with_overhead(peak) })
+        Some(Simulated { cost: self.cost(candidate, step.step_s), bytes: self.with_overhead(step.peak_bytes()) })
     }
 
     /// Seconds, or device seconds if cost is minimised.

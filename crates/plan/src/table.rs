@@ -64,26 +64,30 @@ fn basis(answer: &Answer) -> String {
     text
 }
 
+/// The number of candidates, and what became of them.
+pub(crate) fn considered(answer: &Answer) -> String {
+    let counts = &answer.search;
+    format!(
+        "{} candidates considered: {} too large, {} cannot be {}, {} simulated",
+        format_count(counts.considered as f64),
+        format_count(counts.too_large as f64),
+        format_count(counts.too_slow as f64),
+        answer.objective.better(),
+        format_count(counts.simulated as f64)
+    )
+}
+
 /// The whole answer.
 pub fn table(request: &Request, answer: &Answer) -> String {
     let mut text = heading(request);
     text.push('\n');
     text += &rows(request, &answer.plans);
     text.push('\n');
-    let counts = &answer.search;
-    let _ = writeln!(
-        text,
-        "{} candidates considered: {} too large, {} cannot be {}, {} simulated{}",
-        format_count(counts.considered as f64),
-        format_count(counts.too_large as f64),
-        format_count(counts.too_slow as f64),
-        answer.objective.better(),
-        format_count(counts.simulated as f64),
-        match counts.out_of_memory {
-            0 => String::new(),
-            n => format!(", {} of them out of memory", format_count(n as f64)),
-        }
-    );
+    let out_of_memory = match answer.search.out_of_memory {
+        0 => String::new(),
+        n => format!(", {} of them out of memory", format_count(n as f64)),
+    };
+    let _ = writeln!(text, "{}{out_of_memory}", considered(answer));
     if answer.gap > 0.0 {
         let _ = writeln!(
             text,

@@ -2,7 +2,7 @@
 
 use trainyard_plan::levers::table::LEVERS;
 use trainyard_plan::levers::{Advice, Bench, ClusterBench, Edit, Outcome, Place, Setup, advise};
-use trainyard_plan::{Budget, Candidate, Facts, Fixed, Limits, Objective, Request, step};
+use trainyard_plan::{Budget, Candidate, Facts, Fixed, Limits, Objective, Request, price};
 use trainyard_program::Mesh;
 use trainyard_sim::{Cluster, Constants, Format, Profiles, Stack, model};
 
@@ -31,7 +31,7 @@ fn sharded(request: &Request) -> Setup {
     let ranks = request.cluster.devices();
     let micro = (request.global_batch / u64::from(ranks) / 2) as u32;
     let candidate = Candidate { zero_stage: 3, ..Candidate::plain(Mesh::data(1, ranks), micro, 2, Format::Bf16) };
-    Setup::of(request, &candidate)
+    Setup::of(request, &facts().stack, &candidate)
 }
 
 fn advice(request: &Request, setup: &Setup) -> Advice {
@@ -75,14 +75,19 @@ fn every_lever_has_a_row_a_quality_and_a_source_and_what_can_be_run_comes_first(
     assert!(ranks.iter().flatten().count() >= 24, "{ranks:?}");
 }
 
-/// The present step is the one that `plan` shows.
+/// The present step is the one that `plan` shows. Regression: of other software it had this
+/// program's bytes of state.
 #[test]
 fn the_present_step_is_the_planner_s() {
     let request = request("2x8xA100-80GB");
-    let setup = sharded(&request);
-    let advice = advice(&request, &setup);
-    let (step, _) = step(&request, &facts(), &setup.candidate).unwrap();
-    assert_eq!(advice.now.step_s, step.step_s);
+    for name in ["trainyard", "megatron-bridge", "deepspeed-zero3"] {
+        let facts = Facts { stack: Stack::named(name).unwrap(), ..facts() };
+        let setup = Setup::of(&request, &facts.stack, &sharded(&request).candidate);
+        let bench = ClusterBench { request: &request, facts: &facts, base: &setup, knows: &|_| true };
+        let now = bench.price(&setup).unwrap();
+        let plan = price(&request, &facts, &setup.candidate).unwrap();
+        assert_eq!((now.step_s, now.bytes), (plan.step_s, plan.memory.total), "{name}");
+    }
 }
 
 #[test]
@@ -90,7 +95,7 @@ fn no_cure_of_the_network_is_better_than_no_network() {
     // Two nodes on a slow network, and whole replicas: gradients are what it waits for.
     let request = request("2x8xA100-80GB:ethernet-25g");
     let candidate = Candidate::plain(Mesh::data(16, 1), 4, 1, Format::Bf16);
-    let advice = advice(&request, &Setup::of(&request, &candidate));
+    let advice = advice(&request, &Setup::of(&request, &facts().stack, &candidate));
     assert!(advice.bottleneck.contains("waiting for gradients to be summed"), "{}", advice.bottleneck);
     let bound = speed(&advice, "perfect overlap");
     for cure in ["gradients in bf16", "gradients in int8", "gradients, low rank", "local steps (DiLoCo)"] {
@@ -105,7 +110,7 @@ fn no_cure_of_the_network_is_better_than_no_network() {
 fn combinations_are_better_than_each_of_their_levers() {
     let request = request("2x8xA100-80GB:ethernet-25g");
     let candidate = Candidate::plain(Mesh::data(16, 1), 1, 4, Format::Bf16);
-    let advice = advice(&request, &Setup::of(&request, &candidate));
+    let advice = advice(&request, &Setup::of(&request, &facts().stack, &candidate));
     assert!(!advice.combinations.is_empty());
     for combination in &advice.combinations {
         assert!(combination.price.fits() && combination.levers.len() >= 2);

@@ -1,6 +1,9 @@
 //! The search over what a trainer can express, against an exhaustive one, and its bounds against
 //! the simulation of the trainer's software.
 
+mod common;
+
+use common::simulated_above_bounds;
 use trainyard_plan::search::Simulated;
 use trainyard_plan::space::candidates;
 use trainyard_plan::stacks::StackProfile;
@@ -48,12 +51,7 @@ fn the_best_of_every_trainer_is_that_of_an_exhaustive_search() {
             let pricer = Pricer::new(&request, &all, &facts.stack, &facts.constants);
             let mut least = f64::INFINITY;
             for (candidate, bound) in all.iter().zip(pricer.bounds(&all)) {
-                let Simulated { cost, bytes } =
-                    pricer.simulated(candidate).unwrap_or_else(|| panic!("{name}: {candidate:?}"));
-                assert!(bound.cost <= cost * (1.0 + 1e-9), "{name}: {} > {cost}: {candidate:?}", bound.cost);
-                let closer = pricer.closer_bound(candidate);
-                assert!(closer <= cost * (1.0 + 1e-9), "{name}, closer: {closer} > {cost}: {candidate:?}");
-                assert!(bound.bytes <= bytes, "{name}: {} > {bytes}: {candidate:?}", bound.bytes);
+                let Simulated { cost, bytes } = simulated_above_bounds(&pricer, candidate, &bound, name);
                 if bytes <= request.bytes_max() {
                     least = least.min(cost);
                 }

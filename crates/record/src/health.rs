@@ -1,9 +1,9 @@
 //! Numbers that a run found suspicious when they happened: `health.jsonl`, one event a line.
 
-use crate::RecordError;
+use crate::{RecordError, read_lines};
 use serde::{Deserialize, Serialize};
 use std::fs::OpenOptions;
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// The kind of a suspicious number.
@@ -66,30 +66,20 @@ pub fn append(run: &Path, event: &HealthEvent) -> Result<(), RecordError> {
     file.and_then(|mut file| file.write_all(&line)).map_err(RecordError::io("write", &path))
 }
 
-/// The events of a run, oldest first. A step that was repeated after a resume has only the events
-/// of its last execution.
+/// The events of a run, oldest first. A step has at most one. A step that was repeated after a
+/// resume has that of its last execution.
 ///
 /// # Errors
 /// A file that cannot be read.
 pub fn read(run: &Path) -> Result<Vec<HealthEvent>, RecordError> {
-    let mut events: Vec<HealthEvent> = lines(&path(run))?;
     let mut kept: Vec<HealthEvent> = Vec::new();
-    for event in events.drain(..) {
-        while kept.last().is_some_and(|last| last.step > event.step) {
+    for event in read_lines::<HealthEvent>(&path(run))? {
+        while kept.last().is_some_and(|last| last.step >= event.step) {
             kept.pop();
         }
         kept.push(event);
     }
     Ok(kept)
-}
-
-/// The lines of a file that are such objects. A process that dies may leave half a line.
-pub(crate) fn lines<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>, RecordError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(RecordError::io("read", path)(error)),
-    }
 }
 
 #[cfg(test)]
@@ -108,7 +98,7 @@ mod tests {
             reaction: "said".into(),
         };
         assert_eq!(read(folder.path()).unwrap(), []);
-        [3, 7, 9, 5].iter().for_each(|step| append(folder.path(), &event(*step)).unwrap());
+        [3, 5, 7, 9, 5].iter().for_each(|step| append(folder.path(), &event(*step)).unwrap());
         assert_eq!(read(folder.path()).unwrap(), [event(3), event(5)]);
     }
 }

@@ -1,9 +1,10 @@
 //! Samples of the machine while a run goes on: `monitor.jsonl`, about one a second.
 //!
 //! A [`Monitor`] is a thread that reads `/proc` and the control group of the process. Rates are
-//! over the time since the sample before. What a machine does not tell is absent.
+//! over the time since the sample before. A number that the machine does not tell is absent. The
+//! last sample is taken when the run ends, so that the whole run is covered.
 
-use crate::{RecordError, health::lines};
+use crate::{RecordError, read_lines};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -19,6 +20,9 @@ use system::Counters;
 
 /// Time between two samples.
 pub const INTERVAL: Duration = Duration::from_secs(1);
+/// The shortest last sample, in intervals. The kernel counts in ticks of 10 ms, so shorter ones
+/// would be noise.
+const SHORTEST: f64 = 0.2;
 
 /// The machine and the process, over the time since the sample before.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
@@ -152,7 +156,7 @@ pub struct Pressure {
     pub io: Option<f64>,
 }
 
-/// What a sample takes from the program itself.
+/// The part of a sample that the program itself knows.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Inside {
     /// The last finished step.
@@ -177,7 +181,7 @@ pub fn path(run: &Path, rank: u32) -> PathBuf {
 /// # Errors
 /// A file that cannot be read.
 pub fn read(path: &Path) -> Result<Vec<Sample>, RecordError> {
-    lines(path)
+    read_lines(path)
 }
 
 /// A thread that takes samples until it is dropped.
@@ -220,17 +224,17 @@ impl Monitor {
             file.write_all(b"\n").map_err(RecordError::io("write", path))?;
         }
         let shared = Arc::new(Shared::default());
-        let (own, path) = (Arc::clone(&shared), path.to_owned());
+        let (own, file_path) = (Arc::clone(&shared), path.to_owned());
         let run = move || {
             let mut before = Counters::now();
             let mut ended = lock(&own.ended);
             while !*ended {
                 ended = own.changed.wait_timeout(ended, interval).unwrap_or_else(std::sync::PoisonError::into_inner).0;
-                if *ended {
-                    return;
-                }
                 let now = Counters::now();
                 let mut sample = now.since(&before);
+                if *ended && sample.seconds < SHORTEST * interval.as_secs_f64() {
+                    return;
+                }
                 before = now;
                 let Inside { step, pool_bytes, pool_reserved_bytes } = inside();
                 sample.step = step;
@@ -238,7 +242,7 @@ impl Monitor {
                 let mut line = serde_json::to_vec(&sample).expect("plain data is JSON");
                 line.push(b'\n');
                 if let Err(error) = file.write_all(&line) {
-                    *lock(&own.failure) = Some(RecordError::io("write", &path)(error));
+                    *lock(&own.failure) = Some(RecordError::io("write", &file_path)(error));
                     return;
                 }
             }
@@ -246,7 +250,7 @@ impl Monitor {
         let started = std::thread::Builder::new().name("monitor".to_owned()).spawn(run);
         let thread = started.map_err(|source| RecordError::Io {
             what: "start the thread that writes",
-            path: "monitor.jsonl".to_owned(),
+            path: path.display().to_string(),
             source,
         })?;
         Ok(Monitor { shared, thread: Some(thread) })
@@ -293,6 +297,19 @@ mod tests {
         assert!(sample.cpu.process > 0.1 && !sample.cpu.busy.is_empty(), "{sample:?}");
         assert!(sample.memory.rss_bytes > 32 << 20 && sample.memory.available_bytes > 0, "{sample:?}");
         assert!(sample.cpu.busy.iter().all(|busy| (0.0..=1.0).contains(busy)), "{sample:?}");
+    }
+
+    #[test]
+    fn a_run_that_is_shorter_than_the_interval_has_a_sample() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = path(folder.path(), 0);
+        let interval = Duration::from_secs(3600);
+        drop(Monitor::start(&path, interval, Inside::default).unwrap());
+        assert_eq!(read(&path).unwrap(), [], "too short to tell anything");
+        let monitor = Monitor::start(&path, Duration::from_millis(250), Inside::default).unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        drop(monitor);
+        assert!(!read(&path).unwrap().is_empty());
     }
 
     #[test]

@@ -8,9 +8,10 @@ use trainyard_program::Program;
 /// `trace/rank-N.program.json`: the programs of one rank.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Programs {
-    /// Without and with a snapshot at the end.
-    pub programs: [Program; 2],
-    /// The work of every instruction of the program without a snapshot.
+    /// The programs. The first one ends without a snapshot; the others are the first with more
+    /// instructions.
+    pub programs: Vec<Program>,
+    /// The work of every instruction of the first program.
     pub work: Vec<Work>,
     /// Threads of the rank's kernels.
     pub threads: u32,
@@ -37,7 +38,7 @@ pub struct Predicted {
     pub step_s: f64,
     /// The basis of the prediction, in words.
     pub basis: String,
-    /// Per pipeline stage, start and end of each instruction of its program without a snapshot.
+    /// Per pipeline stage, start and end of each instruction of its first program.
     pub stages: Vec<Vec<[f64; 2]>>,
 }
 

@@ -43,8 +43,8 @@ pub struct Times {
 pub struct Step {
     /// Number of the step, from 1.
     pub step: u64,
-    /// True if the step ran the program that ends in a snapshot.
-    pub snapshot: bool,
+    /// The program that it ran, by its place in [`Programs::programs`](crate::programs::Programs).
+    pub program: usize,
     /// Start of the execution, since the Unix epoch.
     pub began: Duration,
     /// Time between the end of the step before and the start of the execution: ranks agree on the
@@ -72,8 +72,6 @@ struct Header {
     rank: u32,
     /// Name of the host, whose clock `began` is.
     host: String,
-    /// Number of instructions of the programs without and with a snapshot.
-    instructions: [usize; 2],
     /// A number that differs between programs with other instructions.
     program: u64,
 }
@@ -84,7 +82,8 @@ pub struct StepWriter {
     file: File,
     path: PathBuf,
     header: Vec<u8>,
-    lanes: [Vec<u8>; 2],
+    /// For each program, the lane of each instruction.
+    lanes: Vec<Vec<u8>>,
     /// The two clocks, read at the same moment.
     clock: (Instant, Duration),
     written: u64,
@@ -106,17 +105,17 @@ pub fn path(run: &Path, rank: u32) -> PathBuf {
 }
 
 impl StepWriter {
-    /// Begins a file in the folder `run`, for steps of `programs`: without and with a snapshot. The
-    /// file of an earlier sitting is kept as the older one if it has the same programs.
+    /// Begins a file in the folder `run`, for steps of a rank's `programs`, of which there is at
+    /// least one. The file of an earlier sitting is kept as the older one if it has the same
+    /// programs.
     ///
     /// # Errors
     /// A file that cannot be written.
-    pub fn create(run: &Path, programs: &[Program; 2], host: &str) -> Result<StepWriter, RecordError> {
+    pub fn create(run: &Path, programs: &[Program], host: &str) -> Result<StepWriter, RecordError> {
         let header = Header {
             format: FORMAT.to_owned(),
             rank: programs[0].rank,
             host: host.to_owned(),
-            instructions: [programs[0].instructions.len(), programs[1].instructions.len()],
             program: fingerprint(programs),
         };
         let folder = trace_folder(run);
@@ -126,19 +125,18 @@ impl StepWriter {
             Ok(Some(before)) if before.program == header.program => {
                 std::fs::rename(&new, &old).map_err(RecordError::io("write", &old))?;
             }
-            // What another program or another version left is of no use beside these steps.
+            // Steps of another program or another version are of no use beside these.
             _ => remove(&old)?,
         }
         let mut line = serde_json::to_vec(&header).expect("plain data is JSON");
         line.push(b'\n');
         let file = begin(&new, &line)?;
         let clock = (Instant::now(), SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
-        let lanes = [0, 1].map(|n| programs[n].instructions.iter().map(|i| i.action.lane() as u8).collect());
         Ok(StepWriter {
             file,
             path: new,
             header: line,
-            lanes,
+            lanes: lanes(programs),
             clock,
             written: 0,
             in_file: 0,
@@ -168,7 +166,7 @@ impl StepWriter {
         if self.steps > FIRST_STEPS && self.written >= BYTES_A_STEP * self.steps {
             return Ok(false);
         }
-        encode(step, &self.lanes[usize::from(step.snapshot)], &mut self.block);
+        encode(step, &self.lanes[step.program], &mut self.block);
         if self.in_file + self.block.len() as u64 > FILE_BYTES {
             let old = self.path.with_extension("old.spans");
             std::fs::rename(&self.path, &old).map_err(RecordError::io("write", &old))?;
@@ -196,15 +194,16 @@ fn remove(path: &Path) -> Result<(), RecordError> {
 }
 
 /// A number that differs between programs with other instructions.
-fn fingerprint(programs: &[Program; 2]) -> u64 {
+fn fingerprint(programs: &[Program]) -> u64 {
     let text = serde_json::to_vec(programs).expect("plain data is JSON");
     // Fowler, Noll and Vo: FNV-1a.
     text.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// The number that a file of `programs` is marked with.
-pub fn is_of(run: &Path, rank: u32, programs: &[Program; 2]) -> Result<bool, RecordError> {
-    Ok(read_header(&path(run, rank))?.is_some_and(|header| header.program == fingerprint(programs)))
+/// For each program, the lane of each instruction.
+fn lanes(programs: &[Program]) -> Vec<Vec<u8>> {
+    let lanes = |program: &Program| program.instructions.iter().map(|i| i.action.lane() as u8).collect();
+    programs.iter().map(lanes).collect()
 }
 
 /// The recorded steps of a rank, oldest first, and the name of its host. A step that was repeated
@@ -212,17 +211,14 @@ pub fn is_of(run: &Path, rank: u32, programs: &[Program; 2]) -> Result<bool, Rec
 ///
 /// # Errors
 /// A file that cannot be read, or that is something else.
-pub fn read(run: &Path, rank: u32, programs: &[Program; 2]) -> Result<(String, Vec<Step>), RecordError> {
-    let [old, new] = paths(run, rank);
+pub fn read(run: &Path, rank: u32, programs: &[Program]) -> Result<(String, Vec<Step>), RecordError> {
     let mut steps: Vec<Step> = Vec::new();
     let mut host = String::new();
-    for path in [old, new] {
-        let Some(header) = read_header(&path)? else { continue };
-        if header.program != fingerprint(programs) {
-            continue;
-        }
-        host = header.host.clone();
-        for step in read_file(&path, programs)? {
+    let (program, lanes) = (fingerprint(programs), lanes(programs));
+    for path in paths(run, rank) {
+        let Some(header) = read_header(&path)?.filter(|header| header.program == program) else { continue };
+        host = header.host;
+        for step in read_file(&path, &lanes)? {
             // A resumed run repeats steps.
             while steps.last().is_some_and(|last| last.step >= step.step) {
                 steps.pop();
@@ -248,10 +244,9 @@ fn read_header(path: &Path) -> Result<Option<Header>, RecordError> {
     }
 }
 
-fn read_file(path: &Path, programs: &[Program; 2]) -> Result<Vec<Step>, RecordError> {
+fn read_file(path: &Path, lanes: &[Vec<u8>]) -> Result<Vec<Step>, RecordError> {
     let data = std::fs::read(path).map_err(RecordError::io("read", path))?;
     let begin = data.iter().position(|byte| *byte == b'\n').map_or(data.len(), |end| end + 1);
-    let lanes = [0, 1].map(|n| programs[n].instructions.iter().map(|i| i.action.lane() as u8).collect::<Vec<_>>());
     let mut rest = &data[begin..];
     let mut steps = Vec::new();
     while !rest.is_empty() {
@@ -259,7 +254,7 @@ fn read_file(path: &Path, programs: &[Program; 2]) -> Result<Vec<Step>, RecordEr
         // The last block of a run that was killed, or that goes on, may not be whole yet.
         let Some(length) = take(&mut head) else { break };
         let Some(block) = usize::try_from(length).ok().and_then(|length| head.get(..length)) else { break };
-        let step = decode(block, &lanes).ok_or_else(|| RecordError::format(path, "a step of it is damaged"))?;
+        let step = decode(block, lanes).ok_or_else(|| RecordError::format(path, "a step of it is damaged"))?;
         steps.push(step);
         rest = &head[block.len()..];
     }
@@ -272,7 +267,7 @@ fn encode(step: &Step, lanes: &[u8], block: &mut Vec<u8>) {
     block.clear();
     let mut body = Vec::with_capacity(5 * lanes.len() + 40);
     put(&mut body, step.step);
-    put(&mut body, u64::from(step.snapshot));
+    put(&mut body, step.program as u64);
     put(&mut body, step.began.as_nanos() as u64);
     for time in [step.before, step.length, step.agreed] {
         put(&mut body, ticks(time));
@@ -290,20 +285,21 @@ fn encode(step: &Step, lanes: &[u8], block: &mut Vec<u8>) {
     block.append(&mut body);
 }
 
-fn decode(mut block: &[u8], lanes: &[Vec<u8>; 2]) -> Option<Step> {
+fn decode(mut block: &[u8], lanes: &[Vec<u8>]) -> Option<Step> {
     let rest = &mut block;
-    let (step, snapshot, began) = (take(rest)?, take(rest)? == 1, Duration::from_nanos(take(rest)?));
+    let (step, program, began) = (take(rest)?, take(rest)? as usize, Duration::from_nanos(take(rest)?));
+    let lanes = lanes.get(program)?;
     let [before, length, agreed] = [time(take(rest)?), time(take(rest)?), time(take(rest)?)];
     let mut ends = [0u64; Lane::ALL.len()];
-    let mut instructions = Vec::with_capacity(lanes[usize::from(snapshot)].len());
-    for lane in &lanes[usize::from(snapshot)] {
+    let mut instructions = Vec::with_capacity(lanes.len());
+    for lane in lanes {
         let end = &mut ends[usize::from(*lane)];
         let [waited, gap, took] = [take(rest)?, take(rest)?, take(rest)?];
         let start = end.checked_add(waited)?.checked_add(gap)?;
         *end = start.checked_add(took).filter(|end| *end < 1 << 54)?;
         instructions.push(Times { waited: time(waited), start: time(start), end: time(*end) });
     }
-    rest.is_empty().then_some(Step { step, snapshot, began, before, length, agreed, instructions })
+    rest.is_empty().then_some(Step { step, program, began, before, length, agreed, instructions })
 }
 
 fn ticks(time: Duration) -> u64 {
@@ -340,34 +336,35 @@ fn take(data: &mut &[u8]) -> Option<u64> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+    use trainyard_program::{Mesh, ModelShape, StepKind, Strategy, UnitShape, lower_rank};
 
-    fn programs() -> [Program; 2] {
+    /// Programs of an inner step without and with a snapshot, and of an outer step.
+    fn programs() -> [Program; 3] {
         let unit = |name: &str| UnitShape { name: name.into(), flat_elements: 1, ..UnitShape::default() };
         let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
-        let with = |snapshot| Strategy { snapshot, ..Strategy::new(2) };
-        [false, true].map(|snapshot| lower_rank(&model, &Mesh::default(), &with(snapshot), 0).unwrap())
+        let with = |(kind, snapshot)| Strategy { kind, snapshot, ..Strategy::new(2) };
+        let steps = [(StepKind::Inner, false), (StepKind::Inner, true), (StepKind::Outer, false)];
+        steps.map(|step| lower_rank(&model, &Mesh::data(2, 1), &with(step), 0).unwrap())
     }
 
-    fn step(number: u64, snapshot: bool, micros: u64) -> Step {
-        let programs = programs();
-        let program = &programs[usize::from(snapshot)];
+    fn step(number: u64, program: usize, ticks: u64) -> Step {
+        let instructions = &programs()[program].instructions;
         let mut ends = [Duration::ZERO; Lane::ALL.len()];
         let one = |(index, instruction): (usize, &trainyard_program::Instruction)| {
             let end = &mut ends[instruction.action.lane() as usize];
             let waited = Duration::from_nanos(TICK_NS * (index as u64 % 3));
             let start = *end + waited + Duration::from_nanos(TICK_NS);
-            *end = start + Duration::from_nanos(TICK_NS * micros);
+            *end = start + Duration::from_nanos(TICK_NS * ticks);
             Times { waited, start, end: *end }
         };
         Step {
             step: number,
-            snapshot,
+            program,
             began: Duration::from_nanos(1_790_000_000_123_456_789),
             before: Duration::from_nanos(TICK_NS * 7),
             length: Duration::from_nanos(TICK_NS * 100_000),
             agreed: Duration::from_nanos(TICK_NS * 2),
-            instructions: program.instructions.iter().enumerate().map(one).collect(),
+            instructions: instructions.iter().enumerate().map(one).collect(),
         }
     }
 
@@ -375,7 +372,7 @@ mod tests {
     fn steps_are_read_as_they_were_written_also_after_a_kill_and_a_resume() {
         let folder = tempfile::tempdir().unwrap();
         let programs = programs();
-        let steps = [step(1, false, 3), step(2, true, 40_000), step(3, false, 1)];
+        let steps = [step(1, 0, 3), step(2, 1, 40_000), step(3, 2, 1)];
         let mut writer = StepWriter::create(folder.path(), &programs, "here").unwrap();
         for step in &steps {
             assert!(writer.write(step).unwrap());
@@ -386,7 +383,7 @@ mod tests {
         std::fs::write(&file, &whole[..whole.len() - 3]).unwrap();
         assert_eq!(read(folder.path(), 0, &programs).unwrap().1, steps[..2]);
         // The run goes on from step 1.
-        let again = step(2, false, 9);
+        let again = step(2, 0, 9);
         StepWriter::create(folder.path(), &programs, "here").unwrap().write(&again).unwrap();
         assert_eq!(read(folder.path(), 0, &programs).unwrap().1, [steps[0].clone(), again]);
     }
@@ -395,9 +392,9 @@ mod tests {
     fn a_file_of_another_program_is_not_mixed_in_and_another_file_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let programs = programs();
-        StepWriter::create(folder.path(), &programs, "").unwrap().write(&step(1, false, 3)).unwrap();
-        let [plain, last] = programs.clone();
-        let others = [plain.clone(), Program { micro_batches: 7, ..last }];
+        StepWriter::create(folder.path(), &programs, "").unwrap().write(&step(1, 0, 3)).unwrap();
+        let mut others = programs.clone();
+        others[2].micro_batches = 7;
         assert!(read(folder.path(), 0, &others).unwrap().1.is_empty());
         StepWriter::create(folder.path(), &others, "").unwrap();
         assert!(read(folder.path(), 0, &programs).unwrap().1.is_empty());
@@ -413,19 +410,18 @@ mod tests {
         let mut writer = StepWriter::create(folder.path(), &programs, "").unwrap();
         // A full file replaces the one before.
         writer.in_file = FILE_BYTES;
-        writer.write(&step(1, false, 3)).unwrap();
+        writer.write(&step(1, 0, 3)).unwrap();
         assert!(folder.path().join("trace/rank-0.old.spans").is_file());
         // Steps whose blocks are larger than allowed are written now and then.
         (writer.steps, writer.written) = (FIRST_STEPS, BYTES_A_STEP * (FIRST_STEPS + 2));
-        let written: Vec<bool> = (2..6).map(|number| writer.write(&step(number, false, 3)).unwrap()).collect();
+        let written: Vec<bool> = (2..6).map(|number| writer.write(&step(number, 0, 3)).unwrap()).collect();
         assert_eq!(written, [false, false, true, true]);
     }
 
     proptest! {
         #[test]
         fn damaged_blocks_are_no_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let lanes = programs().map(|program| program.instructions.iter().map(|i| i.action.lane() as u8).collect());
-            let _ = decode(&bytes, &lanes);
+            let _ = decode(&bytes, &lanes(&programs()));
         }
     }
 }

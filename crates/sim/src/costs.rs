@@ -191,8 +191,10 @@ impl Costs {
 
     /// Seconds that `instruction` saves if it is sent together with the collective before it: its
     /// share of the start and of the steps' latencies, which are paid once per [`MESSAGE_BYTES`].
+    /// A collective without bytes costs nothing, so it saves nothing.
     pub fn joined_s(&self, program: &Program, instruction: &Instruction) -> f64 {
         let latency = match instruction.action {
+            _ if instruction.bytes == 0 => return 0.0,
             Action::Gather { over, .. } if self.stack.gathers == Bundle::Queue => {
                 self.collective(Operation::AllGather, 1.0, over, program.mesh.tp)
             }

@@ -1,7 +1,7 @@
 //! The work of encoding: bytes of memory that a rank reads and writes for the encoded messages of
 //! an instruction. Both price books turn them into seconds at the speed of a copy.
 
-use trainyard_program::{Axis, Codec, Instruction, Program};
+use trainyard_program::{Action, Axis, Codec, Instruction, Program};
 
 /// Bytes read and written to encode and decode the messages of `instruction`; 0 if they travel as
 /// they are.
@@ -9,7 +9,7 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
     let Some(encoding) = instruction.encoding else { return 0.0 };
     let mesh = &program.mesh;
     let (shards, replicas) = (f64::from(mesh.shard_degree()), f64::from(mesh.dp_replicate));
-    let reduces = matches!(instruction.action, trainyard_program::Action::Reduce { .. });
+    let reduces = matches!(instruction.action, Action::Reduce { .. });
     // A reduction's buffer is the whole unit, an outer step's is the part that replicas share.
     let (in_group, elements) = match reduces {
         true => (encoding.is_over(Axis::Shard) && shards > 1.0, instruction.bytes as f64 / 4.0 / shards),

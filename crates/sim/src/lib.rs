@@ -49,5 +49,5 @@ pub use network::{NetworkError, NetworkLink};
 pub use own::own_units;
 pub use predict::{Lowered, PredictError, Prediction, predict};
 pub use profile::{Device, Format, Generation, Network, ProfileError, Profiles};
-pub use simulate::{MemoryUse, RankTime, SimulateError, Simulated, Span, memory, simulate};
+pub use simulate::{MemoryUse, RankTime, SimulateError, Simulated, Span, memory, simulate, waiting};
 pub use stack::{Bundle, Dispatch, Partition, Selective, Stack};

@@ -9,8 +9,8 @@
 //! begins with its send. A send whose receiver was late ends only when it came, unless it ended
 //! before, which shows that it was buffered.
 //!
-//! What a replay does not know: lanes that share cores. If compute becomes shorter, a collective
-//! beside it keeps its duration.
+//! A replay does not know that lanes share cores. If compute becomes shorter, a collective beside
+//! it keeps its duration.
 
 use crate::simulate::{SimulateError, Span};
 use std::collections::HashMap;
@@ -51,9 +51,12 @@ fn key(program: &Program, action: Action) -> Option<Key> {
     let phase = |phase| u32::from(phase == Phase::Backward);
     let (ranks, last) = match action {
         Action::Gather { over, .. } => (mesh.neighbours(program.rank, Axis::Shard, over).ranks, [0, 0]),
-        Action::Count { axis } | Action::Reduce { axis, .. } | Action::Tie { axis, .. } => (group(axis), [0, 0]),
+        Action::Count { axis }
+        | Action::Reduce { axis, .. }
+        | Action::Tie { axis, .. }
+        | Action::Outer { axis, .. } => (group(axis), [0, 0]),
         Action::Exchange { axis, phase: of, border, .. } => (group(axis), [phase(of), border]),
-        Action::Clip { .. } => (group(Axis::World), [0, 0]),
+        Action::Clip { .. } => (program.ranks_of_norm(), [0, 0]),
         Action::Send { to, phase: of, .. } => (vec![program.rank, to], [phase(of), 0]),
         Action::Recv { from, phase: of, .. } => (vec![from, program.rank], [phase(of), 0]),
         _ => return None,
@@ -254,9 +257,13 @@ impl<'r, 'a> Playing<'r, 'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+    use trainyard_program::{Mesh, ModelShape, StepKind, Strategy, UnitShape, lower_rank};
 
     fn programs(mesh: Mesh, micro_batches: u32) -> Vec<Program> {
+        programs_of(mesh, micro_batches, StepKind::Synchronous)
+    }
+
+    fn programs_of(mesh: Mesh, micro_batches: u32, kind: StepKind) -> Vec<Program> {
         let unit = |name: &str| UnitShape {
             name: name.into(),
             flat_elements: 1 << 10,
@@ -265,7 +272,7 @@ mod tests {
         };
         let names = ["embedding", "block.0", "block.1", "head"];
         let model = ModelShape { units: names.map(unit).to_vec(), ..ModelShape::default() };
-        let strategy = Strategy { accumulation_steps: micro_batches, ..Strategy::new(4) };
+        let strategy = Strategy { accumulation_steps: micro_batches, kind, ..Strategy::new(4) };
         (0..mesh.ranks()).map(|rank| lower_rank(&model, &mesh, &strategy, rank).unwrap()).collect()
     }
 
@@ -321,6 +328,21 @@ mod tests {
         assert!((of_step(&without) - of_step(&step(&programs, 9))).abs() < 1e-9);
         // The rank that waited has not been slow itself: its own times are those of its peer.
         assert!(of_step(&without) < 0.6 * slow);
+    }
+
+    #[test]
+    fn replicas_that_train_apart_meet_in_outer_steps_only() {
+        for (kind, waits) in [(StepKind::Inner, false), (StepKind::Outer, true)] {
+            let programs = programs_of(Mesh::data(2, 1), 1, kind);
+            let programs: Vec<&Program> = programs.iter().collect();
+            let measured = step(&programs, 1).play().unwrap();
+            let ends = [0, 1].map(|rank| measured[rank].iter().map(|span| span.end_s).fold(0.0, f64::max));
+            assert_eq!(ends[1] - ends[0] < 5.0, waits, "{kind:?}: {ends:?}");
+            let again = Replay::of(&programs, &measured).play().unwrap();
+            for (one, other) in measured.iter().flatten().zip(again.iter().flatten()) {
+                assert!((one.start_s - other.start_s).abs() + (one.end_s - other.end_s).abs() < 1e-9, "{kind:?}");
+            }
+        }
     }
 
     #[test]

@@ -67,9 +67,15 @@ pub struct Simulated {
 impl Simulated {
     /// The share of the step in which compute waits, on the rank that computes longest.
     pub fn waiting(&self) -> f64 {
-        let busy = self.ranks.iter().map(|rank| rank.busy_s[Lane::Compute as usize]).fold(0.0, f64::max);
-        if self.step_s > 0.0 { (1.0 - busy / self.step_s).clamp(0.0, 1.0) } else { 0.0 }
+        waiting(&self.ranks, self.step_s)
     }
+}
+
+/// The share of a step of `step_s` seconds in which compute waits, on the rank that computes
+/// longest.
+pub fn waiting(ranks: &[RankTime], step_s: f64) -> f64 {
+    let busy = ranks.iter().map(|rank| rank.busy_s[Lane::Compute as usize]).fold(0.0, f64::max);
+    if step_s > 0.0 { (1.0 - busy / step_s).clamp(0.0, 1.0) } else { 0.0 }
 }
 
 /// The reason why programs cannot be simulated.
@@ -338,7 +344,8 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Seconds of compute lost while `span` and the other side's recent intervals overlap.
+    /// Seconds of compute lost while `span` and the other side's recent intervals overlap. A second
+    /// of overlap costs `share` times the share of the other interval.
     fn slowed(&mut self, span: Span, other: usize, share: f64) -> f64 {
         let lost: f64 = self.recent[other]
             .iter()

@@ -98,12 +98,19 @@ fn the_fsdp_study_comes_out() {
     let many = t5("t5-11.3b", 512, Sharding::Full, Format::Bf16);
     let hybrid = t5("t5-11.3b", 16, Sharding::Hybrid, Format::Bf16);
     assert!(eight.fits() && many.fits() && hybrid.fits());
-    let fall = 1.0 - many.tokens_per_s / eight.tokens_per_s;
-    // The study measured 7 %. Constants that are fitted on all sources alike predict a fifth of it:
-    // a known error, which docs/cost-model.md lists.
-    assert!((0.0..=0.09).contains(&fall), "from 8 to 512 GPUs it falls by {:.1} %", 100.0 * fall);
     let f32 = t5("t5-11.3b", 8, Sharding::Full, Format::Tf32);
     assert!(eight.tokens_per_s > 1.2 * f32.tokens_per_s);
+}
+
+/// The same study, section 5: from 8 to 512 GPUs the 11.3B model loses 7 % of its speed.
+/// Predictions miss that, as docs/cost-model.md says. Once they do not, this test fails and loses its
+/// mark.
+#[test]
+#[should_panic(expected = "from 8 to 512 GPUs it falls by")]
+fn known_error_the_fsdp_study_s_fall_over_64_nodes() {
+    let [eight, many] = [8, 512].map(|ranks| t5("t5-11.3b", ranks, Sharding::Full, Format::Bf16));
+    let fall = 1.0 - many.tokens_per_s / eight.tokens_per_s;
+    assert!((0.05..=0.09).contains(&fall), "from 8 to 512 GPUs it falls by {:.1} %", 100.0 * fall);
 }
 
 /// Megatron-Bridge's memory tuning of Llama 3 70B at 4,096 tokens: recomputing the attention core

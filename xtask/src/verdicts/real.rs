@@ -120,6 +120,8 @@ global_batch_size = 4
 /// Trains all cases, and returns the table.
 pub fn run(root: &Path, only: &[String]) -> Result<String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let is_chosen = |case: &&Case| only.is_empty() || only.iter().any(|name| case.name.contains(name.as_str()));
+    ensure!(CASES.iter().any(|case| is_chosen(&case)), "no real run is named {}", only.join(" or "));
     let built = Command::new(cargo).args(["build", "--locked", "--package", "trainyard"]).current_dir(root).status();
     ensure!(built.context("cannot run cargo build")?.success(), "the program does not build");
     let scratch = root.join("target/verdicts");
@@ -133,8 +135,7 @@ pub fn run(root: &Path, only: &[String]) -> Result<String> {
     let mut table = String::from(
         "| planted | right verdict | first verdict | predicted saving | gained |\n|---|---|---|---|---|\n",
     );
-    for case in CASES.iter().filter(|case| only.is_empty() || only.iter().any(|name| case.name.contains(name.as_str())))
-    {
+    for case in CASES.iter().filter(is_chosen) {
         let row = runs.case(case)?;
         eprint!("{row}");
         table += &row;

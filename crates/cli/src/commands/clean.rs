@@ -32,10 +32,21 @@ struct TextOptions {
     skip_invalid: bool,
 }
 
+impl TextArgs {
+    /// Lists the text, whose files `separator` divides into documents.
+    pub fn open(&self, separator: Option<&str>) -> Result<Corpus> {
+        self.options.open(&self.text, separator)
+    }
+}
+
 impl TextOptions {
-    fn open(&self, paths: &[PathBuf]) -> Result<Corpus> {
-        let on_invalid = if self.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail };
-        let options = CorpusOptions { field: self.text_field.clone(), on_invalid, ..CorpusOptions::default() };
+    fn open(&self, paths: &[PathBuf], separator: Option<&str>) -> Result<Corpus> {
+        let options = CorpusOptions {
+            field: self.text_field.clone(),
+            document_separator: separator.map(str::to_owned),
+            on_invalid: if self.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail },
+            ..CorpusOptions::default()
+        };
         Ok(Corpus::open(paths, options)?)
     }
 }
@@ -118,7 +129,7 @@ pub struct MixArgs {
 
 /// Runs `data dedup`.
 pub fn run_dedup(args: &DedupArgs) -> Result<()> {
-    let corpus = args.text.options.open(&args.text.text)?;
+    let corpus = args.text.open(None)?;
     let method = match args.exact {
         true => Method::Exact,
         false => Method::Near(Shape { ngram: args.ngram, bands: args.bands, rows: args.rows }),
@@ -145,7 +156,7 @@ pub fn run_filter(args: &FilterArgs) -> Result<()> {
         mask_pii: args.mask_pii,
         workers: args.workers,
     };
-    let corpus = args.text.options.open(&args.text.text)?;
+    let corpus = args.text.open(None)?;
     let report = filter(&corpus, &options).context("cannot filter")?;
     describe(&report, &args.out)
 }
@@ -159,7 +170,7 @@ pub fn run_mix(args: &MixArgs) -> Result<()> {
         };
         let number: f64 = weight.parse().map_err(|_| anyhow!("{given:?}: {weight:?} is not a number"))?;
         weights.push(number);
-        corpora.push(args.options.open(&[PathBuf::from(path)])?);
+        corpora.push(args.options.open(&[PathBuf::from(path)], None)?);
     }
     let mixed =
         mix(&corpora, &MixOptions { out: args.out.clone(), weights, bytes: args.bytes }).context("cannot mix")?;

@@ -1,9 +1,10 @@
 //! `trainyard dash`: runs in the browser.
 
 use crate::output::{note, print};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use trainyard_dashboard::run;
 use trainyard_dashboard::server::{Options, Server};
 use trainyard_engine::warning::warning;
 
@@ -38,21 +39,11 @@ fn folder_of_runs(folder: &Path) -> Result<&Path> {
     if !folder.is_dir() {
         bail!("there is no folder {}: name the folder that holds the runs", folder.display());
     }
-    let is_run = folder.join("metrics.jsonl").is_file() || folder.join("config.toml").is_file();
-    Ok(if is_run { around(folder) } else { folder })
+    Ok(if run::is_run(folder) { around(folder) } else { folder })
 }
 
 fn around(run: &Path) -> &Path {
     run.parent().filter(|around| !around.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-/// The folder around a run's folder, and the run's name.
-pub fn split(run: &Path) -> Result<(PathBuf, String)> {
-    // `runs/x/..` and links have names of their own.
-    let real = run.canonicalize().with_context(|| format!("there is no folder {}", run.display()))?;
-    let name =
-        real.file_name().and_then(|name| name.to_str()).with_context(|| format!("{} is no run", run.display()))?;
-    Ok((around(&real).to_owned(), name.to_owned()))
 }
 
 /// Shows the run in `folder`, and those beside it, while it trains. A server that cannot start does

@@ -5,9 +5,7 @@ use crate::output::{count, note, print};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
-use trainyard_data::{
-    Corpus, CorpusOptions, OnInvalid, PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare,
-};
+use trainyard_data::{PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare};
 
 /// Clean and prepare text for training, show the samples that training reads, and measure how fast
 /// they come.
@@ -27,9 +25,8 @@ pub enum Command {
 /// Arguments of `data prepare`.
 #[derive(clap::Args)]
 pub struct PrepareArgs {
-    /// Files, folders or patterns of text, JSONL, Parquet, WebDataset tar, MDS, .zst, .gz.
-    #[arg(required = true)]
-    text: Vec<PathBuf>,
+    #[command(flatten)]
+    text: clean::TextArgs,
     /// A tokenizer.json, a folder that has one, `bytes`, or `characters` (those of the text).
     #[arg(long, value_name = "FILE")]
     tokenizer: String,
@@ -53,15 +50,9 @@ pub struct PrepareArgs {
     /// the tokenizer asks.
     #[arg(long, value_name = "BOOL")]
     add_bos: Option<bool>,
-    /// The field of a JSONL record, or the column of a Parquet or MDS file, that holds the text.
-    #[arg(long, default_value = "text")]
-    text_field: String,
     /// A line of text that separates documents within a file.
     #[arg(long, value_name = "TEXT")]
     document_separator: Option<String>,
-    /// Skip documents that cannot be used, instead of stopping.
-    #[arg(long)]
-    skip_invalid: bool,
     /// Tokenize again even if an earlier result has the same files, tokenizer and options.
     #[arg(long)]
     again: bool,
@@ -81,15 +72,7 @@ pub fn run(command: &Command) -> Result<()> {
 }
 
 fn prepare_text(args: &PrepareArgs) -> Result<()> {
-    let corpus = Corpus::open(
-        &args.text,
-        CorpusOptions {
-            field: args.text_field.clone(),
-            document_separator: args.document_separator.clone(),
-            on_invalid: if args.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail },
-            ..CorpusOptions::default()
-        },
-    )?;
+    let corpus = args.text.open(args.document_separator.as_deref())?;
     let tokenizer = match args.tokenizer.as_str() {
         "bytes" => Tokenizer::bytes(),
         "characters" => Tokenizer::characters_from_texts(corpus.texts(u64::MAX))?,

@@ -7,10 +7,10 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use trainyard_base::median;
-use trainyard_observe::account::{Account, mean};
+use trainyard_observe::account::{accounts, mean};
+use trainyard_observe::causes::Findings;
 use trainyard_observe::compare::compare;
 use trainyard_observe::diagnose::diagnose;
-use trainyard_observe::measured::measured;
 use trainyard_observe::run::Run;
 use trainyard_observe::traces::{self, kineto};
 use trainyard_observe::verdict::format_seconds;
@@ -80,10 +80,10 @@ fn open(path: &Path) -> Result<Run> {
 }
 
 fn explain(run: &Run, as_json: bool) -> Result<ExitCode> {
-    let diagnosis = diagnose(run);
-    let steps = measured(run);
-    let accounts: Vec<Account> = steps.iter().map(|step| Account::of(step, 0)).collect();
-    let account = mean(&accounts);
+    let findings = Findings::of(run);
+    let diagnosis = diagnose(&findings);
+    let steps = &findings.steps;
+    let account = mean(&accounts(steps));
     if as_json {
         let report = json!({
             "run": run.name(),

@@ -165,12 +165,8 @@ pub fn run_warm(args: &WarmArgs) -> Result<()> {
     for prefix in prefixes(&args.tokens)? {
         let corpus = IndexedTokens::open(&prefix)?;
         let begin = Instant::now();
-        corpus.read_ahead()?;
+        let bytes = corpus.read_ahead()?;
         let seconds = begin.elapsed().as_secs_f64();
-        let mut bytes = 0;
-        for file in corpus.files() {
-            bytes += std::fs::metadata(&file).with_context(|| format!("cannot read {}", file.display()))?.len();
-        }
         print(format_args!(
             "{}: {} tokens, {} read in {seconds:.2} s ({}/s)\n",
             prefix.display(),

@@ -3,6 +3,7 @@
 //! For token files it shows documents; for a configuration, the samples that training reads.
 //! Control characters are escaped, so that no corpus can move a terminal's cursor.
 
+use super::inspect_text;
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -40,8 +41,9 @@ pub struct Args {
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     sets: Vec<String>,
     /// The field of a JSONL record, or the column of a Parquet or MDS file, that holds the text.
-    #[arg(long, default_value = "text")]
-    text_field: String,
+    /// Unset: text.
+    #[arg(long)]
+    text_field: Option<String>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -134,6 +136,9 @@ pub fn run(args: &Args) -> Result<()> {
         if !args.sets.is_empty() {
             bail!("--set changes a configuration, and {} names token files", path.display());
         }
+        if args.text_field.is_some() {
+            bail!("--text-field is for text, and {} names token files", path.display());
+        }
         of_tokens(&prefix, args)
     } else if path.join(files::CONFIG).is_file() {
         let going_on = GoingOn::new(path, &args.sets);
@@ -141,12 +146,14 @@ pub fn run(args: &Args) -> Result<()> {
     } else if path.is_file() && path.extension().is_some_and(|extension| extension == "toml" || extension == "json") {
         Config::load(Some(path), &args.sets).map_err(Into::into).and_then(|config| of_training(&config, args))
     } else if path.exists() {
-        return super::inspect_text::run(&super::inspect_text::Args {
-            path,
-            sample: args.sample,
-            text_field: &args.text_field,
-            json: args.json,
-        });
+        if !args.sets.is_empty() {
+            bail!("--set changes a configuration, and {} is text", path.display());
+        }
+        if args.tokenizer.is_some() {
+            bail!("--tokenizer is for token files, and {} is text", path.display());
+        }
+        let text_field = args.text_field.as_deref().unwrap_or("text");
+        return inspect_text::run(&inspect_text::Args { path, sample: args.sample, text_field, json: args.json });
     } else {
         let named = path.display();
         bail!("{named} does not exist: neither token files ({named}.idx, {named}.train.idx) nor a configuration")
@@ -200,6 +207,9 @@ fn of_tokens(prefix: &Path, args: &Args) -> Result<Inspection> {
 fn of_training(config: &Config, args: &Args) -> Result<Inspection> {
     if args.tokenizer.is_some() {
         bail!("--tokenizer is for token files; a configuration has tokenizer.path");
+    }
+    if args.text_field.is_some() {
+        bail!("--text-field is for text; a configuration has data.text_field");
     }
     let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
     let first = config.resolve(&inputs)?;
@@ -405,7 +415,7 @@ fn shown(sample: &Sample) -> String {
 
 /// The lines of a text, indented, with control characters as escapes. Each line ends in a visible
 /// `\n`.
-fn escaped(text: &str) -> String {
+pub(super) fn escaped(text: &str) -> String {
     let character = |c: char| match c {
         '"' | '\'' => c.to_string(),
         _ => c.escape_debug().to_string(),

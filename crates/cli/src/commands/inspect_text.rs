@@ -1,11 +1,13 @@
 //! `trainyard data inspect` of text: counts, and one document. For the documents that `data dedup`
 //! and `data filter` dropped, the reason too.
 
+use super::inspect::escaped;
 use crate::output::{count, print};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::path::Path;
 use trainyard_base::format_bytes;
+use trainyard_data::corpus::DROPPED_EXTENSION;
 use trainyard_data::{Corpus, CorpusOptions};
 
 /// The corpus, and how much of it to show.
@@ -57,18 +59,9 @@ pub fn run(args: &Args<'_>) -> Result<()> {
         print(format_args!("dropped: {reason}\n"))?;
     }
     const SHOWN: usize = 2000;
-    let shown: String = sample.text.chars().take(SHOWN).flat_map(visible).collect();
-    let rest = if sample.text.chars().count() > SHOWN { "..." } else { "" };
-    print(format_args!("{}{rest}\n", shown.lines().map(|line| format!("  {line}\n")).collect::<String>().trim_end()))
-}
-
-/// A character as it may be printed: others than line ends and tabs could move a terminal's cursor.
-fn visible(c: char) -> Vec<char> {
-    match c {
-        '\n' | '\t' => vec![c],
-        _ if c.is_control() => c.escape_default().collect(),
-        _ => vec![c],
-    }
+    let end = sample.text.char_indices().nth(SHOWN).map_or(sample.text.len(), |(at, _)| at);
+    let rest = if end < sample.text.len() { "..." } else { "" };
+    print(format_args!("{}{rest}\n", escaped(&sample.text[..end]).trim_end()))
 }
 
 fn inspect(args: &Args<'_>) -> Result<Inspection> {
@@ -89,7 +82,7 @@ fn inspect(args: &Args<'_>) -> Result<Inspection> {
     let Some(document) = sample else {
         bail!("--sample {} does not exist: there are {documents} documents, from 0", args.sample);
     };
-    let reason = match args.path.extension().is_some_and(|extension| extension == "dropped") {
+    let reason = match args.path.extension().is_some_and(|extension| extension == DROPPED_EXTENSION) {
         true => open("reason")?.documents().nth(args.sample as usize).transpose()?.map(|record| record.text),
         false => None,
     };

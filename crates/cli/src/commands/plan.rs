@@ -14,16 +14,16 @@ use super::config::resolve;
 use crate::output::{note, print, read};
 use crate::{forecast, trial};
 use anyhow::{Context, Result, bail};
-use keys::{quoted, settings};
+use keys::settings;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use trainyard_engine::config::{ByteSize, Compute, Config, ConfigValue, DeviceKind, Fp8Recipe, OptimizerName};
+use trainyard_engine::config::{ByteSize, Config, ConfigValue, OptimizerName};
 use trainyard_engine::host;
 use trainyard_engine::shape::model_spec;
 use trainyard_engine::trained::Runtime;
 use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
-use trainyard_plan::levers::{ClusterBench, Place, Setup, advise};
+use trainyard_plan::levers::{ClusterBench, Place, Setup, advise, quoted};
 use trainyard_plan::settings::{Dialect, Settings};
 use trainyard_plan::{
     Answer, Budget, Change, Facts, Fixed, Limits, Mode, Objective, Plan, PlanError, Request, plan, step, table,
@@ -467,13 +467,6 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
     let resolved = resolve(&Config::load(Some(path), sets)?)?;
     let spec = model_spec(&resolved)?;
     let config = &resolved.config;
-    let format = match config.precision.compute {
-        Compute::Bf16 if config.precision.fp8 == Fp8Recipe::Hybrid => Format::Fp8,
-        Compute::F32 if config.precision.tf32 && config.compute.device != DeviceKind::Cpu => Format::Tf32,
-        Compute::F32 => Format::Fp32,
-        Compute::Bf16 => Format::Bf16,
-        Compute::F16 => Format::Fp16,
-    };
     let optimizer = config.optimizer.name;
     if optimizer != OptimizerName::AdamW {
         note(&format!(
@@ -485,7 +478,7 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
         own: Some(spec),
         batch: Some(resolved.batch.global as u64),
         length: Some(resolved.sequence_length as u64),
-        format,
+        format: keys::format(&resolved),
         memory_bytes: config.memory.limit.map(|limit| limit.0),
     })
 }
@@ -594,7 +587,7 @@ fn write_files(args: &Args, request: &Request, facts: &Facts, answer: &Answer, s
     }
     if let Some(path) = &args.html {
         let scaling = scaling(request, facts, answer);
-        let base = Setup::of(request, &answer.plans[0].candidate);
+        let base = Setup::of(request, &facts.stack, &answer.plans[0].candidate);
         let load = |sets: &[String]| Ok(Config::parse(Path::new("plan"), "", sets)?);
         let knows = |setup: &Setup| advise_settings::knows(&base, setup, &load);
         let bench = ClusterBench { request, facts, base: &base, knows: &knows };

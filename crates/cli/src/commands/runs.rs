@@ -5,7 +5,7 @@ use anyhow::{Result, bail};
 use std::path::PathBuf;
 use trainyard_base::{format_bytes, format_count};
 use trainyard_dashboard::registry::{Registry, Rows};
-use trainyard_dashboard::select::{Condition, Key, Run, sort, words};
+use trainyard_dashboard::select::{Condition, Key, Order, Run, sort, words};
 use trainyard_engine::warning::warning;
 
 /// List runs with their results, choose and sort them, or ask the registry with SQL. The registry
@@ -46,28 +46,27 @@ pub fn run(args: &Args) -> Result<()> {
     registry.notices().iter().for_each(|notice| note(&warning(notice)));
     if let Some(sql) = &args.sql {
         let rows = registry.query(sql)?;
+        if args.json {
+            return print(json(&objects(&rows))?);
+        }
+        let cells: Vec<Vec<String>> = rows.rows.iter().map(|row| row.iter().map(words).collect()).collect();
+        return print(if args.csv { csv(&rows.columns, &cells) } else { table(&rows.columns, &cells) });
+    }
+    let in_conditions = args.conditions.iter().map(|text| Condition::name(text));
+    let names = in_conditions.chain(args.sort.as_deref().map(Ok)).collect::<Result<Vec<_>, _>>()?;
+    let is_whole = args.json || args.csv;
+    let mut runs = registry.runs((!is_whole).then_some(&names[..]))?;
+    if runs.is_empty() {
         return print(match (args.json, args.csv) {
-            (true, _) => json(&objects(&rows))?,
-            (_, true) => {
-                csv(&rows.columns, &rows.rows.iter().map(|row| row.iter().map(words).collect()).collect::<Vec<_>>())
-            }
-            _ => table(&rows.columns, &rows.rows.iter().map(|row| row.iter().map(words).collect()).collect::<Vec<_>>()),
+            (true, _) => "[]\n".to_owned(),
+            (_, true) => String::new(),
+            _ => format!("no runs in {}\n", args.runs.display()),
         });
     }
-    let mut runs = registry.runs()?;
-    if runs.is_empty() {
-        return print(if args.json { "[]\n".to_owned() } else { format!("no runs in {}\n", args.runs.display()) });
-    }
     let conditions = args.conditions.iter().map(|text| Condition::parse(text, &runs)).collect::<Result<Vec<_>, _>>()?;
-    let sorted = args.sort.as_deref().map(|name| Key::find(name, &runs)).transpose()?;
+    let key = Key::find(args.sort.as_deref().unwrap_or("updated_s"), &runs)?;
     runs.retain(|run| conditions.iter().all(|condition| condition.holds(run)));
-    match &sorted {
-        Some(key) => sort(&mut runs, key),
-        None => runs.sort_by(|a, b| b["updated_s"].as_f64().total_cmp_to(a["updated_s"].as_f64())),
-    }
-    if args.reverse {
-        runs.reverse();
-    }
+    sort(&mut runs, &key, if args.reverse { Order::SmallestFirst } else { Order::LargestFirst });
     if args.json {
         return print(json(&runs)?);
     }
@@ -75,19 +74,8 @@ pub fn run(args: &Args) -> Result<()> {
         let (columns, rows) = flat(&runs);
         return print(csv(&columns, &rows));
     }
-    let asked = conditions.into_iter().map(|condition| condition.key).chain(sorted);
+    let asked = conditions.into_iter().map(|condition| condition.key).chain(args.sort.as_ref().map(|_| key));
     print(listing(&runs, asked.collect()))
-}
-
-/// Compares numbers that may be missing.
-trait TotalCmp {
-    fn total_cmp_to(self, other: Self) -> std::cmp::Ordering;
-}
-
-impl TotalCmp for Option<f64> {
-    fn total_cmp_to(self, other: Option<f64>) -> std::cmp::Ordering {
-        self.unwrap_or(f64::NEG_INFINITY).total_cmp(&other.unwrap_or(f64::NEG_INFINITY))
-    }
 }
 
 /// The usual columns, and what conditions and order name.
@@ -143,8 +131,7 @@ fn flat(runs: &[Run]) -> (Vec<String>, Vec<Vec<String>>) {
         Some(part) => words(run[part].get(key).unwrap_or(&serde_json::Value::Null)),
         None => run.get(key).map_or(String::new(), words),
     };
-    let rows = runs.iter().map(|run| columns.iter().map(|column| value(run, column)).collect());
-    let rows = rows.collect();
+    let rows = runs.iter().map(|run| columns.iter().map(|column| value(run, column)).collect()).collect();
     let name = |(part, key): (Option<String>, String)| part.map_or(key.clone(), |part| format!("{part}.{key}"));
     (columns.into_iter().map(name).collect(), rows)
 }

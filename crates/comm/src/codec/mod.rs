@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `bf16` | 256 x bf16 |
 //! | `int8` | bf16 scale, 256 x i8 |
-//! | `int4` | bf16 scale, 128 bytes: element `i` in the low half of byte `i`, `i + 128` in the high |
+//! | `int4` | bf16 scale, 128 bytes: byte `i` has element `i` low and `i + 128` high |
 //! | `one_bit` | bf16 magnitude, 32 bytes: bit `k` of byte `j` is the sign of element `j + 32 k` |
 //! | `top_k` | places as u16, ascending, then values as bf16 |
 //!

@@ -73,7 +73,7 @@ impl Nvidia {
     /// GPU `ordinal` of those that the process sees, not opened yet.
     ///
     /// # Errors
-    /// What is lacking, in a sentence: the driver, the GPU, its age.
+    /// The thing that is lacking, in a sentence: the driver, the GPU, or a newer one.
     pub fn find(ordinal: usize) -> Result<(sys::CUdevice, Properties)> {
         // SAFETY: only asks the loader.
         if !unsafe { sys::is_culib_present() } {

@@ -7,7 +7,8 @@
 const GUTTER = { left: 60, right: 10, top: 8, bottom: 22 };
 const charts = new Set();
 
-// What all charts share: zoom of each kind of horizontal axis, scales, smoothing, the pointer's place.
+// The settings of all charts: zoom of each kind of horizontal axis, scales, smoothing, and the
+// pointer's place.
 const look = {
   zoom: { step: null, time: null },
   logX: false,
@@ -18,7 +19,8 @@ const look = {
 };
 
 class Chart {
-  // `series`: run, metric, colour, name, style ("line", "dashed" or "dots"). `axis`: "step" or "time".
+  // `series`: run, metric, colour, name, style ("line", "dashed" or "dots").
+  // `axis`: "step" or "time".
   constructor(source, { title, series, axis, unit, logY }) {
     Object.assign(this, { source, series, axis, unit, ownLogY: logY });
     this.curves = new Map();
@@ -70,6 +72,13 @@ class Chart {
     performance.mark("chart");
     // A long file is read in parts; what was read is shown meanwhile.
     if (answer.reading) setTimeout(() => this.load(), 150);
+  }
+
+  // Shows the curves at hand at once, and finer ones when they come.
+  refresh() {
+    this.isStale = true;
+    this.draw();
+    this.load();
   }
 
   // Adds the records of an event.
@@ -416,13 +425,6 @@ function zoomTo(axis, range) {
   charts.forEach((chart) => chart.axis === axis && chart.refresh());
 }
 
-Chart.prototype.refresh = function () {
-  // The curves at hand are shown at once, finer ones when they come.
-  this.isStale = true;
-  this.draw();
-  this.load();
-};
-
 let redrawing = 0;
 function redraw() {
   if (!redrawing) {
@@ -483,8 +485,8 @@ function tickText(value, all, unit) {
   return formatNumber(Number(value.toPrecision(8)), 5);
 }
 
-// An exponential mean over the means of buckets. Its length is a share of the axis, so a curve looks
-// equally smooth however many records it has.
+// An exponential mean over the means of buckets. Its length is a share of the axis, so a curve
+// looks equally smooth however many records it has.
 function smoothed(curve, x) {
   const [first, last, , , mean, count] = curve.columns;
   const length = 0.25 * look.smoothing ** 2 * Math.abs(x.to(x.high) - x.to(x.low));
@@ -518,7 +520,7 @@ function themeColours() {
     const read = (name) => style.getPropertyValue("--" + name).trim();
     themeCache = {
       muted: read("muted"), grid: read("grid"), accent: read("accent"), bad: read("bad"), card: read("card"),
-      ink: read("ink"), font: "11px " + read("font"),
+      font: "11px " + read("font"),
     };
   }
   return themeCache;

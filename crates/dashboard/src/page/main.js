@@ -173,8 +173,14 @@ class App {
   }
 
   changeTheme() {
-    const dark = document.documentElement.dataset.theme === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-    setTheme(dark ? "light" : "dark");
+    const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    keepTheme(theme);
+    this.showTheme(theme);
+  }
+
+  showTheme(theme) {
+    setTheme(theme);
+    // Charts and the list hold colours of the theme before.
     this.route();
     this.renderList();
   }
@@ -253,27 +259,33 @@ function helpDialog() {
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   themeCache = null;
+}
+
+// A browser may refuse to keep anything. The theme is then the system's again on the next visit.
+function keepTheme(theme) {
   try {
     localStorage.setItem("theme", theme);
   } catch {
-    // A browser that keeps nothing forgets the theme.
+    // See above.
+  }
+}
+
+function keptTheme() {
+  try {
+    return localStorage.getItem("theme");
+  } catch {
+    return null;
   }
 }
 
 function begin() {
-  try {
-    const theme = localStorage.getItem("theme");
-    if (theme) setTheme(theme);
-  } catch {
-    // As above.
-  }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    themeCache = null;
-    redraw();
-  });
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const systemTheme = () => (system.matches ? "dark" : "light");
+  setTheme(keptTheme() || systemTheme());
   const data = document.getElementById("data");
   const app = new App(data ? new Embedded(JSON.parse(data.textContent)) : new Server());
   app.start();
+  system.addEventListener("change", () => keptTheme() || app.showTheme(systemTheme()));
 }
 
 begin();

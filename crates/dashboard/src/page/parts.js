@@ -1,6 +1,7 @@
 // Parts of views: groups of charts, tiles, bars, tables.
 
-// Charts of the usual metrics: section, then for each chart its title, its metrics with their style.
+// Charts of the usual metrics: the section, then for each chart its title and its metrics with
+// their style.
 const SECTIONS = [
   ["Loss", [
     ["Loss", [["loss", "line"], ["evaluation.loss", "dots"]]],
@@ -158,20 +159,15 @@ function alertCard(alerts) {
     element("ul", null, alerts.map((alert) => element("li." + alert.level, null, element("i", null), element("span", null, alert.step ? `step ${alert.step.toLocaleString("en")}: ` : "", alert.text)))));
 }
 
-// Verdicts may be a list, or an object that has one.
-function verdictCard(verdicts) {
-  const list = Array.isArray(verdicts) ? verdicts : verdicts && Array.isArray(verdicts.verdicts) ? verdicts.verdicts : null;
-  if (!list || !list.length) return null;
-  const one = (verdict) => {
-    if (typeof verdict === "string") return element("li", null, verdict);
-    const head = verdict.title || verdict.cause || verdict.verdict || verdict.name || verdict.kind || "";
-    const used = new Set(["title", "cause", "verdict", "name", "kind"]);
-    const rest = Object.entries(verdict).filter(([key]) => !used.has(key));
-    return element("li", null, element("b", null, formatSetting(head).replace(/_/g, " ")),
-      rest.map(([key, value]) => element("div", null, element("span.muted", null, key.replace(/_/g, " ") + " "),
-        typeof value === "number" ? formatUnit(value, metricUnit(key)) : formatSetting(value))));
-  };
-  return element("section.card.verdicts", null, element("h2", null, "Verdicts"), element("ol", null, list.slice(0, 20).map(one)));
+// The verdicts of `trainyard doctor RUN --json`.
+function verdictCard(report) {
+  const verdicts = report && report.verdicts;
+  if (!Array.isArray(verdicts) || !verdicts.length) return null;
+  const one = ({ cause, severity, summary, saving, advice }) => element("li", null,
+    element("b", null, `${formatSetting(cause).replace(/_/g, " ")} (${formatSetting(severity)})`), ": ", formatSetting(summary),
+    saving && element("div.muted", null, `saves ${formatSeconds(saving.seconds)} of ${formatSeconds(saving.step_seconds)} a step`),
+    (advice || []).map(({ text, setting }) => element("div.muted", null, "→ " + formatSetting(text), setting && `: ${setting}`)));
+  return element("section.card.verdicts", null, element("h2", null, "Verdicts"), element("ol", null, verdicts.slice(0, 20).map(one)));
 }
 
 function sampleCard(samples) {

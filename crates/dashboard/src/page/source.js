@@ -1,7 +1,7 @@
 // The data: from the server, or from inside the page where it is a report.
 
-// A curve is kept as columns: first and last place, minimum, maximum, mean, count, and the number of
-// values that are not finite.
+// A curve is kept as columns: first and last place, minimum, maximum, mean, count, and the number
+// of values that are not finite.
 class Curve {
   constructor(answer) {
     this.run = answer.run;
@@ -138,8 +138,7 @@ class Embedded {
 
   async timeline(run, step) {
     const steps = this.data.timelines[run] || [];
-    const nearest = steps.reduce((a, b) => (!a || Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a), null);
-    return nearest;
+    return steps.reduce((a, b) => (!a || Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a), null);
   }
 
   async curves(runs, metrics) {

@@ -43,15 +43,11 @@ class TimelineView {
     this.range = null;
     let end = 0;
     for (const rank of timeline.ranks) {
-      const groups = [["predicted", rank.predicted || []], ["", rank.spans]];
-      for (const [what, spans] of groups) {
-        const lanes = [...new Set(spans.map((span) => span.lane))].sort((a, b) => a - b);
-        for (const lane of lanes) {
-          const own = spans.filter((span) => span.lane === lane);
-          own.forEach((span) => (end = Math.max(end, span.start + span.length)));
-          const name = rank.lanes[lane] || "lane " + lane;
-          this.rows.push({ rank: rank.rank, name: what ? name + ", predicted" : name, spans: own, isFirst: lane === lanes[0] && (what || !groups[0][1].length), isPredicted: Boolean(what) });
-        }
+      const lanes = [...new Set(rank.spans.map((span) => span.lane))].sort((a, b) => a - b);
+      for (const lane of lanes) {
+        const spans = rank.spans.filter((span) => span.lane === lane);
+        spans.forEach((span) => (end = Math.max(end, span.start + span.length)));
+        this.rows.push({ rank: rank.rank, name: rank.lanes[lane] || "lane " + lane, spans, isFirst: lane === lanes[0] });
       }
     }
     this.end = end || 1;
@@ -93,14 +89,13 @@ class TimelineView {
       const top = index * ROW;
       pen.fillStyle = theme.muted;
       pen.textAlign = "left";
-      pen.fillText((row.isFirst ? "rank " + row.rank + " " : ""), 0, top + ROW / 2);
+      if (row.isFirst) pen.fillText("rank " + row.rank, 0, top + ROW / 2);
       pen.textAlign = "right";
       pen.fillText(row.name, left - 8, top + ROW / 2);
       pen.save();
       pen.beginPath();
       pen.rect(left, top, width - left - 10, ROW);
       pen.clip();
-      pen.globalAlpha = row.isPredicted ? 0.45 : 1;
       for (const span of row.spans) {
         const a = x.to(span.start);
         const b = x.to(span.start + span.length);

@@ -11,7 +11,7 @@ class CompareView {
   async render() {
     const { app } = this;
     const names = app.selectedNames();
-    const key = names.join("\n") + "\n" + this.filter + "\n" + document.documentElement.dataset.theme;
+    const key = names.join("\n") + "\n" + this.filter;
     if (key === this.key) return;
     this.key = key;
     if (!names.length) {
@@ -21,7 +21,7 @@ class CompareView {
     }
     const details = await Promise.all(names.map((name) => app.details(name)));
     if (key !== this.key) return;
-    const metrics = [...new Set(details.flatMap((one) => (one ? one.metrics : [])))];
+    const metrics = [...new Set(details.flatMap((one) => one.metrics))];
     removeCharts(this.box);
     const runs = names.map((name) => ({ name, colour: app.colourOf(name) }));
     const search = element("input", { type: "search", placeholder: "search metrics", "aria-label": "search metrics", value: this.filter });
@@ -195,7 +195,7 @@ class DiffView {
       this.box.replaceChildren(element("p.empty", null, "Select two runs or more in the list to see how their settings differ."));
       return;
     }
-    const details = (await Promise.all(names.map((name) => this.app.details(name)))).filter(Boolean);
+    const details = await Promise.all(names.map((name) => this.app.details(name)));
     const runs = details.map((one) => ({ name: one.run.name, config: one.config }));
     const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].filter((key) => {
       const values = runs.map((run) => formatSetting(run.config[key]));

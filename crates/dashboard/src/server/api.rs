@@ -3,11 +3,13 @@
 use super::prometheus;
 use crate::alerts;
 use crate::pyramid::Bucket;
-use crate::run::{PLAN_BYTES_MAX, Summary, files};
+use crate::run::{LISTED, PLAN_BYTES_MAX, Summary, TEXT_BYTES_MAX, files};
 use crate::store::{Run, Store};
 use crate::table::{Progress, Scale};
 use crate::timeline::Timelines;
 use hyper::StatusCode;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -15,24 +17,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Numbers of the last record that the list of runs has.
-const LISTED: [&str; 15] = [
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "epoch",
-    "tps",
-    "tflops",
-    "mfu",
-    "step_s",
-    "data_wait_s",
-    "comm_exposed_s",
-    "mem_peak_bytes",
-    "predicted_step_s",
-    "predicted_mem_peak_bytes",
-    "skipped",
-];
+/// Numbers of the last record that the list of runs has beside [`LISTED`].
+const ALSO_LISTED: [&str; 4] = ["step_s", "data_wait_s", "comm_exposed_s", "skipped"];
 /// Curves in one answer.
 const CURVES_MAX: usize = 4_000;
 /// Buckets of a curve.
@@ -41,8 +27,6 @@ const BINS_MAX: usize = 8_000;
 const BINS: usize = 800;
 /// Time that a request may spend on reading what was appended. The rest is read beside.
 const READ_TIME: Duration = Duration::from_millis(60);
-/// The largest file of texts that is shown.
-const TEXT_BYTES_MAX: u64 = 4 << 20;
 
 /// An answer.
 pub struct Answer {
@@ -97,7 +81,7 @@ pub fn answer(path: &str, query: &str, store: &Store, timelines: &Timelines) -> 
             json(json!(timelines.step(store.inside(), &run, query.number("step")?)?))
         }
         "/metrics" => {
-            let runs = summaries(store)?;
+            let runs = summaries(store, None)?;
             Answer { kind: prometheus::CONTENT_TYPE, text: prometheus::text(&runs) }
         }
         _ => return Err(ApiError::Path(path.chars().take(80).collect())),
@@ -106,7 +90,7 @@ pub fn answer(path: &str, query: &str, store: &Store, timelines: &Timelines) -> 
 
 /// The short form of a run, for lists.
 pub fn brief(summary: &Summary) -> Value {
-    let listed = LISTED.iter().filter_map(|name| Some((*name, summary.last.get(*name)?)));
+    let listed = LISTED.iter().chain(&ALSO_LISTED).filter_map(|name| Some((*name, summary.last.get(*name)?)));
     json!({
         "name": summary.name,
         "state": summary.state,
@@ -168,6 +152,13 @@ pub fn curves_json(
     curves
 }
 
+/// The parts of a plan that are shown.
+#[derive(Default, Deserialize)]
+struct Plan {
+    predicted: Option<Value>,
+    measured: Option<Value>,
+}
+
 /// Everything about one run but its curves.
 ///
 /// # Errors
@@ -175,43 +166,40 @@ pub fn curves_json(
 /// A file cannot be read.
 pub fn details_json(store: &Store, run: &Arc<Run>, timelines: &Timelines) -> Result<Value, ApiError> {
     let inside = store.inside();
-    let progress = read_some(store, run)?;
+    read_some(store, run)?;
     let summary = run.summary(inside)?;
-    let text = |name: &str| inside.read(&run.folder.join(name), TEXT_BYTES_MAX).ok();
-    let json_of = |name: &str| text(name).and_then(|text| serde_json::from_str::<Value>(&text).ok());
-    let plan = inside.read(&run.folder.join(files::PLAN), PLAN_BYTES_MAX).ok();
-    let plan = plan.and_then(|text| serde_json::from_str::<Value>(&text).ok());
-    let part = |name: &str| plan.as_ref().and_then(|plan| plan.get(name)).cloned();
-    let samples = text(files::SAMPLES).unwrap_or_default();
+    // Files that are refused or too large have an alert instead.
+    let samples = inside.read(&run.folder.join(files::SAMPLES), TEXT_BYTES_MAX).unwrap_or_default();
     let samples: Vec<Value> = samples.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let (names, damaged, bounds) = run.with(|tables| {
-        let bounds = tables.tables.iter().map(|table| {
-            let steps = table.steps();
-            (!steps.is_empty()).then(|| [steps.get(0), steps.get(steps.len() - 1)])
-        });
-        (tables.names(), tables.damaged(), bounds.collect::<Vec<_>>())
-    });
+    let plan: Plan = json_file(store, run, files::PLAN, PLAN_BYTES_MAX).unwrap_or_default();
     Ok(json!({
         "run": brief(&summary),
         "config": summary.config,
         "program_hash": summary.program_hash,
-        "metrics": names,
-        "bounds": bounds,
-        "damaged": damaged,
-        "reading": progress == Progress::More,
-        "model": json_of(files::MODEL),
-        "predicted": part("predicted"),
-        "measured": part("measured"),
-        "verdicts": json_of(files::VERDICTS),
+        "metrics": run.with(|tables| tables.names()),
+        "model": json_file::<Value>(store, run, files::MODEL, TEXT_BYTES_MAX),
+        "predicted": plan.predicted,
+        "measured": plan.measured,
+        "verdicts": json_file::<Value>(store, run, files::VERDICTS, TEXT_BYTES_MAX),
         "alerts": alerts::of(inside, run, &summary),
         "samples": samples,
         "timeline_steps": timelines.steps(inside, run)?,
     }))
 }
 
-fn summaries(store: &Store) -> Result<Vec<Arc<Summary>>, ApiError> {
-    let runs = store.scan()?;
-    Ok(runs.iter().map(|run| run.summary(store.inside())).collect::<io::Result<_>>()?)
+fn json_file<T: DeserializeOwned>(store: &Store, run: &Run, name: &str, bytes_max: u64) -> Option<T> {
+    let text = store.inside().read(&run.folder.join(name), bytes_max).ok()?;
+    serde_json::from_str(&text).ok()
+}
+
+/// The runs in short, or those with the `names`.
+fn summaries(store: &Store, names: Option<&[String]>) -> Result<Vec<Arc<Summary>>, ApiError> {
+    let mut runs = store.scan()?;
+    runs.retain(|run| names.is_none_or(|names| names.contains(&run.name)));
+    let read = runs.iter().map(|run| run.summary(store.inside()));
+    // A folder that was removed meanwhile is no run.
+    let read = read.filter(|read| !matches!(read, Err(error) if error.kind() == io::ErrorKind::NotFound));
+    Ok(read.collect::<io::Result<_>>()?)
 }
 
 /// The list of runs, or of those with the `names`, with the settings in which they differ.
@@ -220,8 +208,7 @@ fn summaries(store: &Store) -> Result<Vec<Arc<Summary>>, ApiError> {
 ///
 /// A file cannot be read.
 pub fn runs_json(store: &Store, names: Option<&[String]>) -> Result<Value, ApiError> {
-    let mut summaries = summaries(store)?;
-    summaries.retain(|summary| names.is_none_or(|names| names.contains(&summary.name)));
+    let summaries = summaries(store, names)?;
     let differing = differing(&summaries);
     let runs = summaries.iter().map(|summary| {
         let mut run = brief(summary);
@@ -230,9 +217,8 @@ pub fn runs_json(store: &Store, names: Option<&[String]>) -> Result<Value, ApiEr
         run
     });
     let runs: Vec<Value> = runs.collect();
-    Ok(
-        json!({"folder": store.inside().root().file_name().map(|name| name.to_string_lossy()), "runs": runs, "differing": differing}),
-    )
+    let folder = store.inside().root().file_name().map(|name| name.to_string_lossy());
+    Ok(json!({"folder": folder, "runs": runs, "differing": differing}))
 }
 
 /// The settings that are not the same in all runs.
@@ -275,7 +261,11 @@ fn curves(store: &Store, query: &Query) -> Result<Value, ApiError> {
     }
     let bins = query.number_or("bins", BINS as f64)?.clamp(1.0, BINS_MAX as f64) as usize;
     let range = (query.number_or("from", f64::NEG_INFINITY)?, query.number_or("to", f64::INFINITY)?);
-    let scale = if query.one("scale").is_ok_and(|scale| scale == "log") { Scale::Log } else { Scale::Linear };
+    let scale = match query.all("scale").next() {
+        None | Some("linear") => Scale::Linear,
+        Some("log") => Scale::Log,
+        Some(_) => return Err(ApiError::Query("the parameter `scale` is linear or log".to_owned())),
+    };
     let mut reading = false;
     for run in &runs {
         reading |= read_some(store, run)? == Progress::More;

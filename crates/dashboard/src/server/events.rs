@@ -144,8 +144,7 @@ impl Seen {
         run.with(|tables| {
             for ((prefix, ..), (table, known)) in TABLES.iter().zip(tables.tables.iter().zip(known)) {
                 // The page asks for the records before its first event.
-                if !is_first && let Some(news) = news_of(table, *known, prefix) {
-                    let mut news = news;
+                if !is_first && let Some(mut news) = news_of(table, *known, prefix) {
                     news.insert("run".to_owned(), run.name.as_str().into());
                     records.push(Value::Object(news));
                 }
@@ -175,7 +174,6 @@ fn news_of(table: &Table, (generation, known): Known, prefix: &str) -> Option<Ma
         values.insert(format!("{prefix}{name}"), (0..bins).map(of_bin).collect());
     }
     let mut news = Map::new();
-    news.insert("table".to_owned(), prefix.into());
     news.insert("generation".to_owned(), table.generation().into());
     news.insert("start".to_owned(), start.into());
     news.insert("end".to_owned(), end.into());

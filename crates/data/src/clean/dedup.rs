@@ -6,14 +6,15 @@
 //! and the others are dropped.
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::output::{Line, Output, Report};
+use super::documents;
+use super::output::{Output, Report};
 use super::sketch::{Shape, band_keys};
-use super::spill::SpillFolder;
-use super::{documents, threads};
+use super::spill::Spill;
 use crate::corpus::Corpus;
 use crate::error::{DataError, Result};
 use crate::indexed::with_suffix;
@@ -53,26 +54,35 @@ impl DedupOptions {
     }
 }
 
-/// Writes the documents of `corpus` without duplicates. `note` receives messages about the
-/// progress.
+/// Time between messages about the progress.
+const NOTE_EVERY: Duration = Duration::from_secs(5);
+
+/// Writes the documents of `corpus` without duplicates. `note` receives a message about the
+/// progress every few seconds.
 pub fn dedup(corpus: &Corpus, options: &DedupOptions, mut note: impl FnMut(&str)) -> Result<Report> {
     check(options)?;
     let mut output = Output::create(&options.out, &[corpus])?;
-    let workers = threads(options.workers);
-    let spills = SpillFolder::create(with_suffix(&options.out, &format!(".spill-{}", std::process::id())))?;
+    let mut told = Instant::now();
+    let mut tell = |message: &dyn Fn() -> String| {
+        if told.elapsed() >= NOTE_EVERY {
+            told = Instant::now();
+            note(&message());
+        }
+    };
+    let spill_path = |name: &str| with_suffix(&options.out, &format!(".spill-{}-{name}", std::process::id()));
     let shape = match options.method {
         Method::Exact => None,
         Method::Near(shape) => Some(shape),
     };
-    let mut exact = spills.spill::<16>("exact")?;
+    let mut exact = Spill::<16>::create(spill_path("exact"))?;
     let mut bands = (0..shape.map_or(0, |shape| shape.bands))
-        .map(|band| spills.spill::<8>(&format!("band-{band}")))
+        .map(|band| Spill::<8>::create(spill_path(&band.to_string())))
         .collect::<Result<Vec<_>>>()?;
     let mut count = 0u32;
     let sketched = |text: &str| (xxh3_128(text.as_bytes()), shape.map(|shape| band_keys(text, &shape)));
     documents::map(
         corpus,
-        workers,
+        options.workers,
         |document| sketched(&document.text),
         |(hash, keys)| {
             exact.push(hash.to_be_bytes(), count)?;
@@ -82,19 +92,19 @@ pub fn dedup(corpus: &Corpus, options: &DedupOptions, mut note: impl FnMut(&str)
             count = count.checked_add(1).ok_or_else(|| {
                 DataError::setting("text", "has more than 2^32 documents", "deduplicate it in parts, then the results")
             })?;
+            tell(&|| format!("sketched {count} documents"));
             Ok(())
         },
     )?;
-    note(&format!("sketched {count} documents"));
     let memory = sorting_memory(options.memory_bytes, u64::from(count))?;
     let mut clusters = Clusters::new(count);
     exact.group(memory, |first, later| clusters.join(first, later))?;
     let is_copy: Vec<u64> = clusters.later_ones();
-    for (number, band) in bands.into_iter().enumerate() {
+    let all = bands.len();
+    for (band, done) in bands.into_iter().zip(1..) {
         band.group(memory, |first, later| clusters.join(first, later))?;
-        note(&format!("grouped band {} of {}", number + 1, shape.map_or(0, |shape| shape.bands)));
+        tell(&|| format!("grouped {done} of {all} bands"));
     }
-    drop(spills);
 
     let mut number = 0u32;
     let mut documents = corpus.documents();
@@ -105,21 +115,14 @@ pub fn dedup(corpus: &Corpus, options: &DedupOptions, mut note: impl FnMut(&str)
         }
         let first = clusters.first_of(number);
         let is_copy = is_copy[number as usize / 64] >> (number % 64) & 1 == 1;
-        let line = Line {
-            text: &document.text,
-            source: corpus.files()[document.file].path.to_string_lossy(),
-            line: document.line,
-            number: u64::from(number),
-            reason: (first != number).then_some(if is_copy { "exact duplicate" } else { "near duplicate" }),
-            duplicate_of: (first != number).then_some(u64::from(first)),
-        };
-        output.report.documents += 1;
-        output.report.bytes += document.text.len() as u64;
-        match line.reason {
-            None => output.keep(&line)?,
-            Some(_) => output.drop(&line)?,
+        let mut line = output.line(corpus, &document);
+        if first != number {
+            line.reason = Some(if is_copy { "exact duplicate" } else { "near duplicate" });
+            line.duplicate_of = Some(u64::from(first));
         }
+        output.write(&line)?;
         number += 1;
+        tell(&|| format!("written {number} of {count} documents"));
     }
     if number != count {
         return Err(changed(corpus, corpus.files().len() - 1));

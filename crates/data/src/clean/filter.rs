@@ -1,12 +1,13 @@
 //! Drops documents that break a rule or are in another language, and masks personal data.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use super::documents;
 use super::language::Language;
-use super::output::{Line, Output, Report};
+use super::output::{Output, Report};
 use super::pii::Masks;
 use super::quality::Rule;
-use super::{documents, threads};
 use crate::corpus::{Corpus, Document};
 use crate::error::{DataError, Result};
 
@@ -33,7 +34,7 @@ struct Judged {
     /// The text to write, if it differs.
     text: Option<String>,
     reason: Option<String>,
-    changes: Vec<&'static str>,
+    changes: BTreeSet<&'static str>,
 }
 
 /// Writes the documents of `corpus` that pass.
@@ -48,38 +49,29 @@ pub fn filter(corpus: &Corpus, options: &FilterOptions) -> Result<Report> {
     }
     let mut output = Output::create(&options.out, &[corpus])?;
     let masks = options.mask_pii.then(Masks::new);
-    let mut number = 0;
     let skipped = documents::map(
         corpus,
-        threads(options.workers),
+        options.workers,
         |document| judge(document, options, masks.as_ref()),
         |judged| {
             let Judged { document, text, reason, changes } = judged;
-            output.report.documents += 1;
-            output.report.bytes += document.text.len() as u64;
-            let line = Line {
-                text: text.as_deref().filter(|_| reason.is_none()).unwrap_or(&document.text),
-                source: corpus.files()[document.file].path.to_string_lossy(),
-                line: document.line,
-                number,
-                reason: reason.as_deref(),
-                duplicate_of: None,
-            };
-            number += 1;
-            if reason.is_some() {
-                return output.drop(&line);
+            let mut line = output.line(corpus, &document);
+            line.reason = reason.as_deref();
+            // A document that is dropped is written as it was.
+            if reason.is_none() {
+                line.text = text.as_deref().unwrap_or(&document.text);
+                for change in changes {
+                    *output.report.changed.entry(change.to_owned()).or_default() += 1;
+                }
             }
-            for change in changes {
-                *output.report.changed.entry(change.to_owned()).or_default() += 1;
-            }
-            output.keep(&line)
+            output.write(&line)
         },
     )?;
     output.finish(skipped)
 }
 
 fn judge(document: Document, options: &FilterOptions, masks: Option<&Masks>) -> Judged {
-    let mut judged = Judged { document, text: None, reason: None, changes: Vec::new() };
+    let mut judged = Judged { document, text: None, reason: None, changes: BTreeSet::new() };
     let text = judged.document.text.as_str();
     if !options.languages.is_empty() {
         judged.reason = match Language::of_text(text) {
@@ -99,7 +91,7 @@ fn judge(document: Document, options: &FilterOptions, masks: Option<&Masks>) -> 
         match rule.apply(before) {
             Ok(after) if after != before => {
                 judged.text = Some(after.into_owned());
-                judged.changes.push("c4: lines removed");
+                judged.changes.insert("c4: lines removed");
             }
             Ok(_) => {}
             Err(reason) => {
@@ -111,10 +103,10 @@ fn judge(document: Document, options: &FilterOptions, masks: Option<&Masks>) -> 
     if let Some(masks) = masks {
         let masked = masks.apply(judged.text.as_deref().unwrap_or(text));
         if masked.emails > 0 {
-            judged.changes.push("pii: e-mail addresses masked");
+            judged.changes.insert("pii: e-mail addresses masked");
         }
         if masked.ips > 0 {
-            judged.changes.push("pii: IP addresses masked");
+            judged.changes.insert("pii: IP addresses masked");
         }
         if masked.emails + masked.ips > 0 {
             judged.text = Some(masked.text.into_owned());

@@ -55,21 +55,17 @@ const SHORT: &[(&str, &str)] = &[
     ("zh", "cmn"),
 ];
 
-/// The codes of all known languages.
-pub fn known_languages() -> Vec<&'static str> {
-    Lang::all().iter().map(|language| language.code()).collect()
-}
-
 impl Language {
     /// The language with a code such as `en` or `eng`.
     ///
     /// # Errors
-    /// There is no such code among [`known_languages`].
+    /// There is no such code. The message lists those of ISO 639-3 that are known.
     pub fn of_code(code: &str) -> Result<Language> {
         let long = SHORT.iter().find(|(short, _)| *short == code).map_or(code, |(_, long)| long);
         Lang::from_code(long).map(Language).ok_or_else(|| {
             let what = format!("{code:?} is no known language");
-            DataError::setting("language", what, format!("take one of {}", known_languages().join(", ")))
+            let known: Vec<&str> = Lang::all().iter().map(|language| language.code()).collect();
+            DataError::setting("language", what, format!("take one of {}", known.join(", ")))
         })
     }
 

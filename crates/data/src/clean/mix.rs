@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::output::{Line, Output, Report};
+use super::output::{Output, Report};
 use crate::corpus::{Corpus, Skipped};
+use crate::dataset::check_weights;
 use crate::error::{DataError, Result};
 
 /// The settings of a mixture.
@@ -42,14 +43,11 @@ pub struct MixShare {
 /// Writes documents of `corpora` in turn: each time of the one whose bytes are furthest behind its
 /// share. A corpus that ends is begun again if `options.bytes` asks for more.
 pub fn mix(corpora: &[Corpus], options: &MixOptions) -> Result<MixReport> {
-    let total: f64 = options.weights.iter().sum();
     if corpora.is_empty() || corpora.len() != options.weights.len() {
         let what = format!("{} weights for {} corpora", options.weights.len(), corpora.len());
         return Err(DataError::setting("weight", what, "give each corpus a weight"));
     }
-    if let Some(weight) = options.weights.iter().find(|weight| !(weight.is_finite() && **weight > 0.0)) {
-        return Err(DataError::setting("weight", format!("{weight} is not a positive number"), "raise it"));
-    }
+    check_weights(&options.weights)?;
     if options.bytes == Some(0) {
         return Err(DataError::setting("bytes", "is 0", "ask for some text"));
     }
@@ -57,14 +55,9 @@ pub fn mix(corpora: &[Corpus], options: &MixOptions) -> Result<MixReport> {
     let mut readers: Vec<_> = corpora.iter().map(Corpus::documents).collect();
     let mut shares = vec![MixShare { passes: 1, ..MixShare::default() }; corpora.len()];
     let mut skipped = Skipped::default();
-    let mut number = 0;
-    loop {
-        let written: u64 = shares.iter().map(|share| share.bytes).sum();
-        if options.bytes.is_some_and(|bytes| written >= bytes) {
-            break;
-        }
-        // The bytes of a corpus over its share; the smallest is the furthest behind.
-        let level = |c: usize| shares[c].bytes as f64 / (options.weights[c] / total);
+    while options.bytes.is_none_or(|bytes| output.report.bytes < bytes) {
+        // The bytes of a corpus over its weight; the smallest is the furthest behind.
+        let level = |c: usize| shares[c].bytes as f64 / options.weights[c];
         let c = (0..corpora.len()).min_by(|&a, &b| level(a).total_cmp(&level(b))).unwrap_or(0);
         let Some(document) = readers[c].next().transpose()? else {
             if options.bytes.is_none() {
@@ -74,29 +67,16 @@ pub fn mix(corpora: &[Corpus], options: &MixOptions) -> Result<MixReport> {
                 let what = format!("corpus {c} has no usable document");
                 return Err(DataError::TooLittle { what, fix: "give files that have text".into() });
             }
-            let of_pass = readers[c].skipped();
-            (skipped.empty, skipped.invalid) = (skipped.empty + of_pass.empty, skipped.invalid + of_pass.invalid);
+            skipped += readers[c].skipped();
             readers[c] = corpora[c].documents();
             shares[c].passes += 1;
             continue;
         };
         shares[c].documents += 1;
         shares[c].bytes += document.text.len() as u64;
-        output.report.documents += 1;
-        output.report.bytes += document.text.len() as u64;
-        output.keep(&Line {
-            text: &document.text,
-            source: corpora[c].files()[document.file].path.to_string_lossy(),
-            line: document.line,
-            number,
-            reason: None,
-            duplicate_of: None,
-        })?;
-        number += 1;
+        let line = output.line(&corpora[c], &document);
+        output.write(&line)?;
     }
-    for reader in &readers {
-        let of_pass = reader.skipped();
-        (skipped.empty, skipped.invalid) = (skipped.empty + of_pass.empty, skipped.invalid + of_pass.invalid);
-    }
+    readers.iter().for_each(|reader| skipped += reader.skipped());
     Ok(MixReport { report: output.finish(skipped)?, shares })
 }

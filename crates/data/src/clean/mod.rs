@@ -25,18 +25,8 @@ mod words;
 
 pub use dedup::{DedupOptions, Method, dedup};
 pub use filter::{FilterOptions, filter};
-pub use language::{Language, known_languages};
+pub use language::Language;
 pub use mix::{MixOptions, MixReport, MixShare, mix};
 pub use output::{DropCount, Report};
 pub use quality::Rule;
 pub use sketch::{Shape, shingles};
-
-use std::thread::available_parallelism;
-
-/// Number of threads for a setting, where 0 stands for one per core.
-fn threads(workers: usize) -> usize {
-    match workers {
-        0 => available_parallelism().map_or(1, |n| n.get()),
-        n => n,
-    }
-}

@@ -8,7 +8,7 @@ use serde::Serialize;
 use zstd::stream::write::Encoder;
 
 use crate::atomic::{self, AtomicFile};
-use crate::corpus::{Corpus, Skipped};
+use crate::corpus::{Corpus, DROPPED_EXTENSION, Document, Skipped};
 use crate::error::{DataError, Result};
 use crate::indexed::with_suffix;
 
@@ -18,8 +18,10 @@ const LEVEL: i32 = 3;
 /// Bytes handed to the file at a time.
 const BUFFER_BYTES: usize = 1 << 16;
 
-/// Suffix of the file of dropped documents. Reading a folder passes over it.
-const DROPPED: &str = ".dropped";
+/// The file of dropped documents.
+fn dropped_path(out: &Path) -> PathBuf {
+    with_suffix(out, &format!(".{DROPPED_EXTENSION}"))
+}
 
 /// One document as it is written.
 #[derive(Serialize)]
@@ -96,10 +98,10 @@ impl Output {
             ));
         }
         let kept = with_suffix(out, ".jsonl.zst");
-        let dropped = with_suffix(out, DROPPED);
-        let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let place = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let written = [place(&kept), place(&dropped_path(out))];
         for file in corpora.iter().flat_map(|corpus| corpus.files()) {
-            if [&kept, &dropped].iter().any(|path| same(path) == same(&file.path)) {
+            if written.contains(&place(&file.path)) {
                 let what = format!("{} would be read and written", file.path.display());
                 return Err(DataError::setting("out", what, "give another prefix"));
             }
@@ -108,20 +110,35 @@ impl Output {
         Ok(Self { out: out.to_path_buf(), kept, dropped: None, report: Report::default() })
     }
 
-    pub(super) fn keep(&mut self, line: &Line<'_>) -> Result<()> {
-        self.report.kept += 1;
-        self.report.kept_bytes += line.text.len() as u64;
-        self.kept.write(line)
+    /// Counts the next document of `corpus` that was read, and gives its line, without a reason to
+    /// drop it.
+    pub(super) fn line<'d>(&mut self, corpus: &'d Corpus, document: &'d Document) -> Line<'d> {
+        let number = self.report.documents;
+        self.report.documents += 1;
+        self.report.bytes += document.text.len() as u64;
+        Line {
+            text: &document.text,
+            source: corpus.files()[document.file].path.to_string_lossy(),
+            line: document.line,
+            number,
+            reason: None,
+            duplicate_of: None,
+        }
     }
 
-    /// Writes a document that is dropped; `line.reason` says why.
-    pub(super) fn drop(&mut self, line: &Line<'_>) -> Result<()> {
-        let count = self.report.dropped.entry(line.reason.unwrap_or_default().to_owned()).or_default();
+    /// Writes a document: to those dropped if it has a reason, else to those kept.
+    pub(super) fn write(&mut self, line: &Line<'_>) -> Result<()> {
+        let Some(reason) = line.reason else {
+            self.report.kept += 1;
+            self.report.kept_bytes += line.text.len() as u64;
+            return self.kept.write(line);
+        };
+        let count = self.report.dropped.entry(reason.to_owned()).or_default();
         count.documents += 1;
         count.bytes += line.text.len() as u64;
         let dropped = match &mut self.dropped {
             Some(dropped) => dropped,
-            none => none.insert(Lines::create(&with_suffix(&self.out, DROPPED))?),
+            none => none.insert(Lines::create(&dropped_path(&self.out))?),
         };
         dropped.write(line)
     }
@@ -133,7 +150,7 @@ impl Output {
         match self.dropped {
             Some(dropped) => dropped.finish()?,
             // That of an earlier run.
-            None => atomic::remove_if_present(&with_suffix(&self.out, DROPPED))?,
+            None => atomic::remove_if_present(&dropped_path(&self.out))?,
         }
         let path = with_suffix(&self.out, ".report.json");
         let text = serde_json::to_string_pretty(&self.report).map_err(|e| DataError::io("write", &path)(e.into()))?;

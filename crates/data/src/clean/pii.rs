@@ -1,4 +1,4 @@
-//! Masks what identifies a person: e-mail addresses and public IPv4 addresses.
+//! Masks data that identify a person: e-mail addresses and public IPv4 addresses.
 
 use std::borrow::Cow;
 use std::net::Ipv4Addr;
@@ -11,7 +11,7 @@ const EMAIL: &str = "email@example.com";
 /// An address that is reserved for documentation (RFC 5737).
 const IP: &str = "192.0.2.1";
 
-/// The patterns of what is masked.
+/// The patterns of the data that are masked.
 pub(super) struct Masks {
     email: Regex,
     ip: Regex,
@@ -39,17 +39,17 @@ impl Masks {
                 masked.emails += 1;
                 EMAIL
             };
-            masked.text = Cow::Owned(self.email.replace_all(text, email).into_owned());
+            masked.text = self.email.replace_all(text, email);
         }
-        if self.ip.is_match(&masked.text) {
-            let ip = |found: &Captures<'_>| match found[0].parse() {
-                Ok(address) if is_public(address) => {
-                    masked.ips += 1;
-                    IP.to_owned()
-                }
-                _ => found[0].to_owned(),
-            };
-            masked.text = Cow::Owned(self.ip.replace_all(&masked.text, ip).into_owned());
+        let ip = |found: &Captures<'_>| match found[0].parse() {
+            Ok(address) if is_public(address) => {
+                masked.ips += 1;
+                IP.to_owned()
+            }
+            _ => found[0].to_owned(),
+        };
+        if let Cow::Owned(changed) = self.ip.replace_all(&masked.text, ip) {
+            masked.text = Cow::Owned(changed);
         }
         masked
     }

@@ -21,17 +21,10 @@ pub struct Shape {
 }
 
 impl Default for Shape {
-    /// 5-grams, 20 bands of 8: a pair at J = 0.8 is found with probability 0.975, one at 0.5 with
-    /// 0.075.
+    /// 5-grams, 20 bands of 8. A pair at J = 0.8 is found with probability
+    /// 1 - (1 - 0.8^8)^20 = 0.975, one at 0.5 with 0.075.
     fn default() -> Self {
         Self { ngram: 5, bands: 20, rows: 8 }
-    }
-}
-
-impl Shape {
-    /// Probability that two documents of similarity `jaccard` share a band.
-    pub fn probability(&self, jaccard: f64) -> f64 {
-        1.0 - (1.0 - jaccard.powi(self.rows as i32)).powi(self.bands as i32)
     }
 }
 

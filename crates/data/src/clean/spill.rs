@@ -1,36 +1,15 @@
 //! Pairs of a key and a document on disk, grouped by key in bounded memory.
 
 use std::fs::{self, File};
-use std::io::{BufReader, BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
+use std::io::{BufReader, BufWriter, Read, Seek, Write};
+use std::path::PathBuf;
 
 use crate::error::{DataError, Result};
 
-/// A folder of spilled pairs, removed at the end.
-pub(super) struct SpillFolder(PathBuf);
-
-impl SpillFolder {
-    pub(super) fn create(path: PathBuf) -> Result<Self> {
-        fs::create_dir_all(&path).map_err(DataError::io("create", &path))?;
-        Ok(Self(path))
-    }
-
-    /// Starts a file of pairs whose keys have `K` bytes.
-    pub(super) fn spill<const K: usize>(&self, name: &str) -> Result<Spill<K>> {
-        let path = self.0.join(name);
-        let file = File::create(&path).map_err(DataError::io("create", &path))?;
-        Ok(Spill { path, writer: BufWriter::with_capacity(1 << 16, file), pairs: 0 })
-    }
-}
-
-impl Drop for SpillFolder {
-    fn drop(&mut self) {
-        // The error that led here is the one worth reporting.
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
 /// Pairs of a key of `K` bytes and the number of a document, in no order.
+///
+/// The file has a name for a moment only, so the system takes its space back when this is dropped
+/// or the process is killed.
 pub(super) struct Spill<const K: usize> {
     path: PathBuf,
     writer: BufWriter<File>,
@@ -41,26 +20,34 @@ impl<const K: usize> Spill<K> {
     /// Bytes of a pair in memory.
     const PAIR: u64 = size_of::<([u8; K], u32)>() as u64;
 
+    /// Starts a file at `path`, which must not exist.
+    pub(super) fn create(path: PathBuf) -> Result<Self> {
+        let file = File::options().read(true).write(true).create_new(true).open(&path);
+        let file = file.map_err(DataError::io("create", &path))?;
+        fs::remove_file(&path).map_err(DataError::io("remove", &path))?;
+        Ok(Self { path, writer: BufWriter::with_capacity(1 << 16, file), pairs: 0 })
+    }
+
     pub(super) fn push(&mut self, key: [u8; K], document: u32) -> Result<()> {
         self.pairs += 1;
         let written = self.writer.write_all(&key).and_then(|()| self.writer.write_all(&document.to_le_bytes()));
         written.map_err(DataError::io("write", &self.path))
     }
 
-    /// Calls `same` for documents with the same key, the smaller number first, and removes the
-    /// file.
+    /// Calls `same` for documents with the same key, the smaller number first.
     ///
     /// It takes at most about `memory` bytes. Where all pairs do not fit, the file is read several
     /// times, each time for another range of keys.
-    pub(super) fn group(mut self, memory: u64, mut same: impl FnMut(u32, u32)) -> Result<()> {
-        self.writer.flush().map_err(DataError::io("write", &self.path))?;
+    pub(super) fn group(self, memory: u64, mut same: impl FnMut(u32, u32)) -> Result<()> {
+        let file = self.writer.into_inner().map_err(|error| DataError::io("write", &self.path)(error.into_error()))?;
+        let mut reader = BufReader::with_capacity(1 << 18, file);
         let limit = (memory / Self::PAIR).max(1024);
         // Keys are hashes, so ranges are about even; an eighth is left for chance.
         let passes = self.pairs.div_ceil(limit - limit / 8).max(1);
         let mut pairs: Vec<([u8; K], u32)> = Vec::with_capacity(self.pairs.min(limit) as usize);
         for pass in 0..passes {
             pairs.clear();
-            let mut reader = open(&self.path)?;
+            reader.rewind().map_err(DataError::io("read", &self.path))?;
             let mut bytes = vec![0; K + 4];
             for _ in 0..self.pairs {
                 reader.read_exact(&mut bytes).map_err(DataError::io("read", &self.path))?;
@@ -77,7 +64,7 @@ impl<const K: usize> Spill<K> {
             }
             reduce(&mut pairs, &mut same);
         }
-        fs::remove_file(&self.path).map_err(DataError::io("remove", &self.path))
+        Ok(())
     }
 }
 
@@ -91,10 +78,6 @@ fn reduce<const K: usize>(pairs: &mut Vec<([u8; K], u32)>, same: &mut impl FnMut
         }
         equal
     });
-}
-
-fn open(path: &Path) -> Result<BufReader<File>> {
-    Ok(BufReader::with_capacity(1 << 18, File::open(path).map_err(DataError::io("open", path))?))
 }
 
 fn split<const K: usize>(bytes: &[u8]) -> ([u8; K], u32) {
@@ -113,8 +96,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut expected: Option<Vec<(u32, u32)>> = None;
         for memory in [1 << 20, 40_000, 1] {
-            let spills = SpillFolder::create(folder.path().join("spill")).unwrap();
-            let mut spill = spills.spill::<8>("a").unwrap();
+            let mut spill = Spill::<8>::create(folder.path().join("spill")).unwrap();
             for document in 0..20_000u32 {
                 // One key in three is that of a third of all documents.
                 let of = if document % 3 == 0 { 7 } else { u64::from(document % 9000) };
@@ -125,6 +107,6 @@ mod tests {
             found.sort_unstable();
             assert!(expected.get_or_insert(found.clone()) == &found, "{memory}");
         }
-        assert!(!folder.path().join("spill").exists());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

@@ -38,8 +38,9 @@ const FOREIGN_EXTENSIONS: &[(&str, &str)] = &[
     ("json", "write one object per line and call it .jsonl"),
 ];
 
-/// The extension of what cleaning dropped. It is read only where it is named.
-const DROPPED: &str = "dropped";
+/// The extension of the documents that cleaning dropped, as zstd-compressed JSON lines. Reading a
+/// folder passes over such files; one that is named is read.
+pub const DROPPED_EXTENSION: &str = "dropped";
 
 /// Maximum depth of folders. Anything deeper is a loop or a mistake.
 const DEPTH_MAX: usize = 64;
@@ -124,7 +125,7 @@ fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> 
             }
             walk(&path, depth + 1, files)?;
         } else if metadata.is_file()
-            && path.extension().is_none_or(|extension| extension != DROPPED)
+            && path.extension().is_none_or(|extension| extension != DROPPED_EXTENSION)
             && let Ok(Some((format, compression))) = classify(&path)
         {
             files.push(source(path, &metadata, false, format, compression));
@@ -178,7 +179,7 @@ fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
         "tar" => return Ok(Some((Format::Tar, compression))),
         "tgz" if compression == Compression::None => return Ok(Some((Format::Tar, Compression::Gzip))),
         "mds" => return Ok(Some((Format::Mds, compression))),
-        DROPPED => return Ok(Some((Format::JsonLines, Compression::Zstd))),
+        DROPPED_EXTENSION => return Ok(Some((Format::JsonLines, Compression::Zstd))),
         _ => {}
     }
     if JSONL_EXTENSIONS.contains(&extension.as_str()) {

@@ -18,7 +18,7 @@ mod tar;
 
 use std::path::{Path, PathBuf};
 
-pub use list::{expand, rust_sources};
+pub use list::{DROPPED_EXTENSION, expand, rust_sources};
 pub use mds::{MdsFault, MdsLayout, parse_mds};
 pub use read::{Documents, LineFault, Skipped, parse_jsonl_line};
 

@@ -39,6 +39,13 @@ pub struct Skipped {
     pub invalid: u64,
 }
 
+impl std::ops::AddAssign for Skipped {
+    fn add_assign(&mut self, other: Self) {
+        self.empty += other.empty;
+        self.invalid += other.invalid;
+    }
+}
+
 struct OpenFile {
     file: usize,
     reader: Reader,

@@ -1,4 +1,4 @@
-//! Records of container files: what Parquet, tar and MDS have in common.
+//! Records of container files: the common parts of Parquet, tar and MDS.
 
 use std::path::Path;
 

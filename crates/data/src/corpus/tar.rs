@@ -85,9 +85,9 @@ impl TarTexts {
     /// Reads or passes over the `bytes` of a member, with their padding.
     fn content(&mut self, bytes: u64, keep: Keep) -> Result<Vec<u8>> {
         let padded = bytes.checked_next_multiple_of(BLOCK as u64).ok_or_else(|| self.damaged("a member's size"))?;
-        let path = self.source.path.clone();
+        let source = &self.source;
+        let failed = |reason| read_error(&source.path, source.compression, reason);
         let mut content = Vec::new();
-        let failed = |reason| read_error(&path, self.source.compression, reason);
         let kept = if keep == Keep::Yes { bytes } else { 0 };
         let mut read = self.reader.by_ref().take(kept).read_to_end(&mut content).map_err(failed)? as u64;
         read += std::io::copy(&mut self.reader.by_ref().take(padded - kept), &mut std::io::sink()).map_err(failed)?;
@@ -127,7 +127,10 @@ impl TarTexts {
                     let extension = extension.map_err(|error| self.damaged(error))?;
                     match extension.key_bytes() {
                         b"path" => long_path = Some(String::from_utf8_lossy(extension.value_bytes()).into_owned()),
-                        b"size" => long_bytes = extension.value().ok().and_then(|value| value.parse().ok()),
+                        b"size" => {
+                            let size = extension.value().ok().and_then(|value| value.parse().ok());
+                            long_bytes = Some(size.ok_or_else(|| self.damaged("a size that is no number"))?);
+                        }
                         _ => {}
                     }
                 }

@@ -100,30 +100,32 @@ impl MicroBatch {
     }
 
     /// Adds a row of whole pieces. Each section of `tokens` holds the inputs of a piece and one
-    /// token more, its last target. The rest of the row is padding, a segment of its own.
+    /// token more, its last target. The rest of the row is padding. If boundaries are respected,
+    /// each piece and the padding is a segment, otherwise the row is.
     pub(crate) fn push_pieces(&mut self, tokens: &[i32], sections: &[Range<usize>], respect_boundaries: bool) {
-        let base = self.tokens.len();
+        let end = self.tokens.len() + self.sequence_length;
         for section in sections {
             let piece = &tokens[section.clone()];
             let inputs = piece.len() - 1;
             self.tokens.extend_from_slice(&piece[..inputs]);
             self.targets.extend_from_slice(&piece[1..]);
-            self.cu_seqlens.push(self.tokens.len() as i32);
-            self.positions.extend(0..inputs as i32);
+            if respect_boundaries {
+                self.end_segment();
+            }
         }
-        let end = base + self.sequence_length;
-        if self.tokens.len() < end {
-            self.positions.extend(0..(end - self.tokens.len()) as i32);
-            self.tokens.resize(end, 0);
-            self.targets.resize(end, IGNORE);
-            self.cu_seqlens.push(end as i32);
-        }
-        if !respect_boundaries {
-            self.cu_seqlens.retain(|start| *start as usize <= base || *start as usize == end);
-            self.positions.truncate(base);
-            self.positions.extend(0..self.sequence_length as i32);
+        self.tokens.resize(end, 0);
+        self.targets.resize(end, IGNORE);
+        if self.positions.len() < end {
+            self.end_segment();
         }
         self.rows += 1;
+    }
+
+    /// Ends a segment behind the last input. It begins at the first input without a position.
+    fn end_segment(&mut self) {
+        let end = self.tokens.len();
+        self.positions.extend(0..(end - self.positions.len()) as i32);
+        self.cu_seqlens.push(end as i32);
     }
 
     /// Divides the segments of the last row that are longer than `longest`.

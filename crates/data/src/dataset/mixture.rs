@@ -19,10 +19,7 @@ impl Mixture {
     const SLOTS: usize = 4096;
 
     pub(super) fn new(weights: &[f64]) -> Result<Self> {
-        if let Some(weight) = weights.iter().find(|w| !(w.is_finite() && **w > 0.0)) {
-            let what = format!("{weight} is not a positive number");
-            return Err(DataError::setting("weight", what, "give each corpus a positive weight, or leave it out"));
-        }
+        check_weights(weights)?;
         if weights.len() == 1 {
             return Ok(Self { slots: vec![(0, 0)], shares: vec![1] });
         }
@@ -66,6 +63,17 @@ impl Mixture {
         let table = self.slots.len() as u64;
         let partial = self.slots[..(i % table) as usize].iter().filter(|slot| slot.0 as usize == c).count();
         i / table * self.shares[c] + partial as u64
+    }
+}
+
+/// Refuses weights that are no positive numbers.
+pub(crate) fn check_weights(weights: &[f64]) -> Result<()> {
+    match weights.iter().find(|w| !(w.is_finite() && **w > 0.0)) {
+        Some(weight) => {
+            let what = format!("{weight} is not a positive number");
+            Err(DataError::setting("weight", what, "give each corpus a positive weight, or leave it out"))
+        }
+        None => Ok(()),
     }
 }
 

@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 pub use batch::{IGNORE, MicroBatch};
+pub(crate) use mixture::check_weights;
 pub use packing::PackingReport;
 pub use transforms::{FillInTheMiddle, LengthCurriculum, Transforms};
 
@@ -202,13 +203,12 @@ impl Dataset {
             let corpus = &self.corpora[corpus];
             tokens.clear();
             if spec.sampling == Sampling::BestFit {
-                let mut ends = Vec::with_capacity(ranges.len());
+                let mut sections = Vec::with_capacity(ranges.len());
                 for range in ranges {
+                    let begin = tokens.len();
                     corpus.read_into(range, vocab_size, &mut tokens)?;
-                    ends.push(tokens.len());
+                    sections.push(begin..tokens.len());
                 }
-                let begins = [0].into_iter().chain(ends.iter().copied());
-                let sections: Vec<_> = begins.zip(&ends).map(|(begin, end)| begin..*end).collect();
                 transforms.fill(seed, sample, &sections, &mut tokens);
                 batch.push_pieces(&tokens, &sections, spec.respect_document_boundaries);
             } else {
@@ -252,11 +252,6 @@ impl Dataset {
         (c, vec![row])
     }
 
-    /// Counts of the rows of each corpus, for best-fit sampling.
-    pub fn packing_reports(&self) -> Vec<PackingReport> {
-        self.packings.iter().map(Packing::report).collect()
-    }
-
     /// Asks the kernel to bring all corpora into memory in the background.
     pub fn warm(&self) {
         self.corpora.iter().for_each(IndexedTokens::warm);
@@ -264,7 +259,7 @@ impl Dataset {
 
     /// Brings all corpora into memory, and returns when they are there.
     pub fn read_ahead(&self) -> Result<()> {
-        self.corpora.iter().try_for_each(IndexedTokens::read_ahead)
+        self.corpora.iter().try_for_each(|corpus| corpus.read_ahead().map(drop))
     }
 
     /// Number of rows of corpus `c` in one epoch; at least one, by [`Dataset::open`].

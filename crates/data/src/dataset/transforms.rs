@@ -14,11 +14,11 @@ use crate::rng::Stream;
 /// The changes to the samples of a dataset; none by default.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Transforms {
-    /// Documents of which the middle is to be filled in.
+    /// Moves the middle of some documents to their ends.
     pub fill_in_the_middle: Option<FillInTheMiddle>,
-    /// Probability with which an input token is replaced by another one. Targets stay.
+    /// Probability with which an input token is replaced by a random one. Targets stay.
     pub noise_rate: f64,
-    /// Short segments first.
+    /// Divides long segments of the first samples.
     pub curriculum: Option<LengthCurriculum>,
 }
 
@@ -50,7 +50,7 @@ pub struct LengthCurriculum {
     pub samples: u64,
 }
 
-/// Random streams; those of corpora count up from 0.
+/// The random streams of the changes count down. Those of corpora count up from 0.
 const STREAM_FILL: u32 = u32::MAX;
 const STREAM_CUT: u32 = u32::MAX - 1;
 const STREAM_NOISE: u32 = u32::MAX - 2;

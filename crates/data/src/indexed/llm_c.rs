@@ -41,16 +41,10 @@ pub(super) fn index_of(bin: &[u8]) -> Result<Vec<u8>, String> {
         return Err(format!("has {} bytes of tokens where its header counts {tokens} tokens", body.len()));
     }
     // Offsets of the documents. Tokens before the first end-of-text token are a document too.
-    let mut begins: Vec<u64> = match token_type {
-        TokenType::U16 => {
-            let words = body.as_chunks::<2>().0.iter().map(|word| u32::from(u16::from_le_bytes(*word)));
-            words.enumerate().filter(|&(at, token)| at == 0 || token == eot).map(|(at, _)| at as u64).collect()
-        }
-        _ => {
-            let words = body.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
-            words.enumerate().filter(|&(at, token)| at == 0 || token == eot).map(|(at, _)| at as u64).collect()
-        }
-    };
+    // The end-of-text token of each kind fits its type, so its bytes are the first of its u32.
+    let eot = &eot.to_le_bytes()[..token_type.bytes()];
+    let words = body.chunks_exact(eot.len()).zip(0u64..);
+    let mut begins: Vec<u64> = words.filter(|(word, at)| *at == 0 || *word == eot).map(|(_, at)| at).collect();
     begins.push(u64::from(tokens));
     let documents = begins.len() as u64 - 1;
     let mut idx = Vec::with_capacity(34 + 20 * begins.len());

@@ -205,23 +205,25 @@ impl IndexedTokens {
         self.bin.warm();
     }
 
-    /// Reads both files once, so that the page cache holds them, as far as it has room.
-    pub fn read_ahead(&self) -> Result<()> {
-        for path in self.files() {
-            let mut file = File::open(&path).map_err(DataError::io("open", &path))?;
-            let mut buffer = vec![0; 1 << 20];
-            while file.read(&mut buffer).map_err(DataError::io("read", &path))? > 0 {}
-        }
-        Ok(())
-    }
-
-    /// The files: tokens, and the index where there is one.
-    pub fn files(&self) -> Vec<PathBuf> {
+    /// Reads both files once, so that the page cache holds them, as far as it has room. Returns
+    /// their bytes.
+    pub fn read_ahead(&self) -> Result<u64> {
         let mut files = vec![bin_path(&self.prefix)];
         if let Index::Mapped(_) = self.idx {
             files.push(idx_path(&self.prefix));
         }
-        files
+        let mut bytes = 0;
+        let mut buffer = vec![0; 1 << 20];
+        for path in files {
+            let mut file = File::open(&path).map_err(DataError::io("open", &path))?;
+            loop {
+                match file.read(&mut buffer).map_err(DataError::io("read", &path))? {
+                    0 => break,
+                    read => bytes += read as u64,
+                }
+            }
+        }
+        Ok(bytes)
     }
 
     /// Adds the identity of this data to `hash`: the whole index, which changes with any document's

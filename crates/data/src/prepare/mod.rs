@@ -28,6 +28,7 @@ use crate::atomic;
 use crate::corpus::{Corpus, OnInvalid};
 use crate::error::{DataError, Result};
 use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, bin_path, idx_path, with_suffix};
+use crate::ordered::threads;
 use crate::tokenizer::Tokenizer;
 use pipeline::{Encoded, Split, TargetSplit};
 
@@ -278,11 +279,7 @@ fn build(
     // Not a second one where it is what the tokenizer ends a text with.
     let eos = tokenizer.eos().filter(|eos| options.append_eos && tokenizer.after().last() != Some(eos));
     let mut so_far = PrepareProgress { source_bytes: corpus.bytes(), ..PrepareProgress::default() };
-    let workers = match options.workers {
-        0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
-        n => n,
-    };
-    let counts = pipeline::run(corpus, tokenizer, split, workers, |piece: Encoded| {
+    let counts = pipeline::run(corpus, tokenizer, split, threads(options.workers), |piece: Encoded| {
         let output = match piece.part {
             TargetSplit::Train => &mut train,
             TargetSplit::Validation => validation.as_mut().unwrap_or(&mut train),

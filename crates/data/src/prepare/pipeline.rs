@@ -1,23 +1,12 @@
-//! The pipeline: one thread reads, several encode, and the caller's thread takes the results in
-//! order.
-
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread;
+//! The pipeline: one thread reads and divides documents, several encode, and the caller's thread
+//! takes the results in order.
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::corpus::{Corpus, Document, Skipped};
 use crate::error::{DataError, Result};
+use crate::ordered::{self, JOB_BYTES};
 use crate::tokenizer::Tokenizer;
-
-/// Bytes of text per job: large enough that handing it over costs nothing, small enough that
-/// workers end together.
-const JOB_BYTES: usize = 1 << 18;
-
-/// Jobs in flight per worker.
-const JOBS_PER_WORKER: usize = 4;
 
 /// The part that a text belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,11 +122,8 @@ struct Piece {
     text: String,
 }
 
-/// Some pieces, and the destination of their tokens.
-struct Job {
-    pieces: Vec<Piece>,
-    reply: SyncSender<Result<Vec<Encoded>>>,
-}
+/// Takes pieces from the reader to the workers.
+type Outlet = ordered::Outlet<Vec<Piece>, Result<Vec<Encoded>>>;
 
 /// Encodes the whole corpus with `workers` threads. `take` gets every piece in reading order.
 pub(super) fn run(
@@ -147,41 +133,13 @@ pub(super) fn run(
     workers: usize,
     mut take: impl FnMut(Encoded) -> Result<()>,
 ) -> Result<Counts> {
-    // Results are ordered by the queue of their reply channels, whichever worker fills them. The
-    // bound of the queue limits memory. When this thread returns early, its receivers are dropped,
-    // and every other thread notices.
-    let (jobs, queue) = sync_channel::<Job>(workers * JOBS_PER_WORKER);
-    let (replies, results) = sync_channel::<Receiver<Result<Vec<Encoded>>>>(workers * JOBS_PER_WORKER);
-    let queue = Mutex::new(queue);
-    thread::scope(|scope| {
-        let results = results;
-        let reader = scope.spawn(move || read(corpus, tokenizer, split, &Outlet { jobs, replies }));
-        for _ in 0..workers {
-            scope.spawn(|| encode_jobs(corpus, tokenizer, &queue));
-        }
-        for reply in &results {
-            let pieces = reply.recv().map_err(|_| DataError::Worker { doing: "encoding text" })??;
-            for piece in pieces {
-                take(piece)?;
-            }
-        }
-        drop(results);
-        reader.join().map_err(|_| DataError::Worker { doing: "reading text" })?
-    })
-}
-
-/// The reader's side: the queues of jobs and of the reply channels for their results.
-struct Outlet {
-    jobs: SyncSender<Job>,
-    replies: SyncSender<Receiver<Result<Vec<Encoded>>>>,
-}
-
-impl Outlet {
-    /// Hands `pieces` to the workers; `false` if the caller has returned.
-    fn send(&self, pieces: Vec<Piece>) -> bool {
-        let (reply, result) = sync_channel(1);
-        self.replies.send(result).is_ok() && self.jobs.send(Job { pieces, reply }).is_ok()
-    }
+    ordered::run(
+        workers,
+        "encoding text",
+        |outlet| read(corpus, tokenizer, split, outlet),
+        |pieces: Vec<Piece>| pieces.into_iter().map(|piece| encode(corpus, tokenizer, piece)).collect(),
+        |encoded: Result<Vec<Encoded>>| encoded?.into_iter().try_for_each(&mut take),
+    )
 }
 
 fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -> Result<Counts> {
@@ -292,24 +250,6 @@ impl Batch {
             }
         }
         true
-    }
-}
-
-fn encode_jobs(corpus: &Corpus, tokenizer: &Tokenizer, queue: &Mutex<Receiver<Job>>) {
-    loop {
-        let job = match queue.lock() {
-            Ok(queue) => queue.recv(),
-            Err(_) => return, // another worker panicked; the caller learns it from the missing reply
-        };
-        let Ok(job) = job else { return };
-        // A panic must not end the thread: if no worker were left, the reader would wait for ever.
-        // The missing reply tells the caller. A reply that has no receiver is dropped, and jobs are
-        // drained until the reader ends.
-        let pieces =
-            AssertUnwindSafe(|| job.pieces.into_iter().map(|piece| encode(corpus, tokenizer, piece)).collect());
-        if let Ok(encoded) = catch_unwind(pieces) {
-            let _ = job.reply.send(encoded);
-        }
     }
 }
 

@@ -1,4 +1,6 @@
-"""Writes documents.bin and documents.idx from the documented format alone (see src/indexed/format.rs), without our code.
+"""Writes documents.bin and documents.idx from the documented format alone, without our code.
+
+The format is that of src/indexed/format.rs.
 
 Three documents: [1, 2, 3], then [4, 5] + [6] as two sequences, then [65499].
 """

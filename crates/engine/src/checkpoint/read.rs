@@ -208,5 +208,6 @@ fn agree(folder: &Path, files: &BTreeMap<String, Mapped>, name: &str, entry: &Te
 }
 
 fn dtype(name: &str) -> Option<DType> {
-    [DType::F32, DType::BF16, DType::F16, DType::I32, DType::U32].into_iter().find(|dtype| dtype_name(*dtype) == name)
+    let all = [DType::F32, DType::BF16, DType::F16, DType::I32, DType::U32, DType::U8];
+    all.into_iter().find(|dtype| dtype_name(*dtype) == name)
 }

@@ -2,7 +2,7 @@
 
 use super::resolve::{Inputs, Resolver};
 use super::sections::*;
-use crate::corpora::{held_back_part, prepared_fraction, source_exists, token_source};
+use crate::corpora::{expanded, held_back_part, prepared_fraction, source_exists, token_source};
 use trainyard_data::prepare::VALIDATION_FRACTION;
 
 impl Resolver {
@@ -72,7 +72,17 @@ impl Resolver {
     /// prepared, text when it is tokenized.
     fn held_back(&mut self, data: &DataSection) -> bool {
         let key = "data.validation_fraction";
-        let sources = data.train.0.iter().map(|source| source.path.as_path());
+        let sources = match expanded(&data.train.0) {
+            Ok(sources) => sources,
+            Err(error) => {
+                // A pattern that matches nothing was reported as a path that does not exist.
+                if data.train.0.iter().all(|source| source_exists(&source.path)) {
+                    self.problem("data.train", error.to_string());
+                }
+                return data.validation_fraction != Some(0.0);
+            }
+        };
+        let sources = sources.iter().map(|source| source.path.as_path());
         let (tokens, texts): (Vec<_>, Vec<_>) = sources.partition(|path| token_source(path).is_some());
         let Some(fraction) = data.validation_fraction else {
             if !texts.is_empty() || tokens.is_empty() {

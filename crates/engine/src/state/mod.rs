@@ -85,6 +85,11 @@ impl Holding {
         }
     }
 
+    /// True on the first of the ranks that hold one replica together.
+    pub(crate) fn is_first_of_replica(&self) -> bool {
+        (self.stage, self.shard, self.tensor) == (0, 0, 0)
+    }
+
     /// The pipeline stage that runs `unit`.
     pub fn stage_of(&self, unit: usize) -> u32 {
         self.stages.get(unit).copied().unwrap_or(0)

@@ -8,8 +8,9 @@ pub fn tensors(checkpoint: &Checkpoint) -> BTreeMap<String, Vec<u8>> {
     let mut all = BTreeMap::new();
     for part in checkpoint.manifest().parts.keys() {
         for name in checkpoint.names(part) {
-            let elements = checkpoint.entry(part, name).unwrap().elements();
-            let mut bytes = vec![0; 4 * elements];
+            let entry = checkpoint.entry(part, name).unwrap();
+            let (elements, each) = (entry.elements(), if entry.dtype == "U8" { 1 } else { 4 });
+            let mut bytes = vec![0; each * elements];
             checkpoint.read(part, name, 0..elements, &mut bytes).unwrap();
             all.insert(format!("{part} {name}"), bytes);
         }

@@ -201,7 +201,9 @@ fn train_rank_as(
     let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
-    let outer = shape::outer_programs(resolved, &model_shape, &strategy, world.rank() as u32)?;
+    let outer = shape::outer_strategy(resolved, &strategy)
+        .map(|outer| shape::programs(&model_shape, &shape::mesh(resolved), &outer, own))
+        .transpose()?;
     let settings = shape::rank_settings(resolved);
     let prediction = predict(shape::model_of(resolved, spec, own)?, &program, &shape, &settings)?;
     let links = Links::new(&world, &program)?;

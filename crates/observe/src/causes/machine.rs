@@ -3,7 +3,7 @@
 
 use super::{Findings, computes, verdict};
 use crate::verdict::{Advice, Cause, Evidence, Severity, Unit, Verdict};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use trainyard_base::{format_bytes, median};
 use trainyard_record::monitor::Sample;
 
@@ -32,8 +32,8 @@ fn withheld(sample: &Sample) -> f64 {
 
 /// Steps as they would have been if compute had not lost its share of the cores.
 fn without(findings: &Findings<'_>, lost: impl Fn(&Sample) -> f64) -> Option<crate::verdict::Saving> {
-    findings.saving(|index, place, own| {
-        if computes(place.instruction) {
+    findings.saving(|index, site, own| {
+        if computes(site.instruction) {
             let kept = 1.0 - findings.steps[index].sample.map_or(0.0, &lost);
             own.took_s *= kept;
             own.late_s *= kept;
@@ -41,11 +41,7 @@ fn without(findings: &Findings<'_>, lost: impl Fn(&Sample) -> f64) -> Option<cra
     })
 }
 
-/// The median over the samples that belong to measured steps.
-fn of_samples(findings: &Findings<'_>, value: impl Fn(&Sample) -> f64) -> Option<f64> {
-    median(samples(findings).map(value))
-}
-
+/// The samples that belong to measured steps.
 fn samples<'f>(findings: &'f Findings<'_>) -> impl Iterator<Item = &'f Sample> {
     let mut seen: BTreeMap<u64, &Sample> = BTreeMap::new();
     for sample in findings.steps.iter().filter_map(|step| step.sample) {
@@ -99,7 +95,7 @@ pub fn throttled(findings: &Findings<'_>) -> Option<Verdict> {
     let mut evidence =
         vec![Evidence::new("share of its cores that the run lost", mean_of_samples(findings, lost), Unit::Share)];
     let mut advice = Vec::new();
-    let limit = of_samples(findings, |sample| sample.cpu.limit.unwrap_or(f64::NAN)).filter(|limit| limit.is_finite());
+    let limit = median(samples(findings).filter_map(|sample| sample.cpu.limit));
     if mean_of_samples(findings, withheld) >= LOST_MIN {
         let stopped = mean_of_samples(findings, |sample| sample.cpu.throttled.unwrap_or(0.0));
         evidence.push(Evidence::new("scheduling periods in which the limit was reached", stopped, Unit::Share));
@@ -133,11 +129,7 @@ pub fn noisy_neighbour(findings: &Findings<'_>) -> Option<Verdict> {
     let crowded = |sample: &Sample| stolen(sample) > 0.1 || withheld(sample) > LOST_MIN;
     let busy = |quiet: bool| {
         let steps = findings.steps.iter().filter(|step| step.sample.is_some_and(|s| active(s) != quiet && !crowded(s)));
-        let of_step = |step: &crate::measured::Measured<'_>| {
-            let program = step.replay.programs()[0];
-            program.instructions.iter().zip(&step.replay.own[0]).map(|(_, own)| own.took_s).sum::<f64>()
-        };
-        let all: Vec<f64> = steps.map(of_step).collect();
+        let all: Vec<f64> = steps.map(|step| step.replay.own[0].iter().map(|own| own.took_s).sum()).collect();
         (median(all.iter().copied()), all.len())
     };
     let ((noisy, noisy_steps), (quiet, quiet_steps)) = (busy(false), busy(true));
@@ -183,7 +175,7 @@ pub fn memory_pressure(findings: &Findings<'_>) -> Option<Verdict> {
         own.took_s *= kept;
         own.late_s *= kept;
     });
-    let available = of_samples(findings, |sample| sample.memory.available_bytes as f64).unwrap_or(0.0);
+    let available = median(samples(findings).map(|sample| sample.memory.available_bytes as f64)).unwrap_or(0.0);
     let evidence = vec![
         Evidence::new("time in which tasks waited for memory (PSI)", mean_of_samples(findings, pressure), Unit::Share),
         Evidence::new(
@@ -222,7 +214,7 @@ pub fn leak(findings: &Findings<'_>) -> Option<Verdict> {
         sample.memory.rss_bytes as f64 - known as f64
     };
     let growth = Growth::of(samples, outside);
-    let purposes: Vec<&String> = samples.iter().flat_map(|sample| sample.memory.pool_bytes.keys()).collect();
+    let purposes: BTreeSet<&String> = samples.iter().flat_map(|sample| sample.memory.pool_bytes.keys()).collect();
     let of_purpose = |name: &String| {
         let growth = Growth::of(samples, |sample| sample.memory.pool_bytes.get(name).copied().unwrap_or(0) as f64);
         (name.clone(), growth)

@@ -11,9 +11,9 @@ pub use numbers::{hang, wrong_numbers};
 pub use program::{bound, checkpoint_stall, communication_bound, host_overhead, input_bound, offload_bound};
 pub use ranks::{bubble, imbalance, straggler};
 
-use crate::measured::{Measured, Place, mean_saving, work};
+use crate::measured::{Measured, Site, measured, work};
 use crate::run::Run;
-use crate::verdict::{Advice, Cause, Evidence, Saving, Severity, Verdict};
+use crate::verdict::{Advice, Cause, Evidence, SavedStep, Saving, Severity, Verdict};
 use trainyard_program::{Instruction, Lane};
 use trainyard_record::programs::Work;
 use trainyard_sim::replay::Own;
@@ -21,7 +21,7 @@ use trainyard_sim::replay::Own;
 /// The smallest saving, as a share of the step, that is said at all.
 pub const SHARE_MIN: f64 = 0.01;
 
-/// Everything that causes are looked for in.
+/// The material of a diagnosis.
 #[derive(Debug)]
 pub struct Findings<'a> {
     /// The run.
@@ -31,22 +31,27 @@ pub struct Findings<'a> {
 }
 
 impl<'a> Findings<'a> {
+    /// The material that a run's record holds.
+    pub fn of(run: &'a Run) -> Findings<'a> {
+        Findings { run, steps: measured(run) }
+    }
+
     /// The mean saving when `change` changes the own times of every step; it is given the index of
     /// the step.
-    pub fn saving(&self, mut change: impl FnMut(usize, Place<'_>, &mut Own)) -> Option<Saving> {
+    pub fn saving(&self, mut change: impl FnMut(usize, Site<'_>, &mut Own)) -> Option<Saving> {
         let one = |(index, step): (usize, &Measured<'a>)| {
-            // Compared with the replay, not with the clock: what is after the last instruction is
+            // Compared with the replay, not with the clock: the time after the last instruction is
             // not saved.
-            let saved = step.replayed() - step.without(&mut |place, own| change(index, place, own));
-            (step.seconds, step.seconds - saved)
+            let saved = step.replayed_s - step.without(&mut |site, own| change(index, site, own));
+            SavedStep { measured_seconds: step.seconds, replayed_seconds: step.seconds - saved }
         };
-        mean_saving(&self.steps.iter().enumerate().map(one).collect::<Vec<_>>())
+        Saving::mean_of_steps(&self.steps.iter().enumerate().map(one).collect::<Vec<_>>())
     }
 
     /// The mean saving when everything on some lanes took no time of its own.
     fn saving_on(&self, free: impl Fn(&Instruction) -> bool) -> Option<Saving> {
-        self.saving(|_, place, own| {
-            if free(place.instruction) {
+        self.saving(|_, site, own| {
+            if free(site.instruction) {
                 own.took_s = 0.0;
             }
         })
@@ -58,22 +63,30 @@ impl<'a> Findings<'a> {
     }
 
     /// The work of an instruction.
-    fn work(&self, place: Place<'_>) -> Work {
-        work(self.run, place.rank, place.number, place.instruction)
+    fn work(&self, site: Site<'_>) -> Work {
+        work(self.run, site.rank, site.number, site.instruction)
     }
 
     /// Mean seconds a step that `value` adds up over the instructions of a rank.
-    fn mean_of(&self, rank: usize, value: impl Fn(&Measured<'a>, Place<'_>, Own) -> f64) -> f64 {
+    fn mean_of(&self, rank: usize, value: impl Fn(&Measured<'a>, Site<'_>, Own) -> f64) -> f64 {
         let of_step = |step: &Measured<'a>| {
             let instructions = &step.replay.programs()[rank].instructions;
             let each = instructions.iter().enumerate();
             each.map(|(number, instruction)| {
-                value(step, Place { rank, number, instruction }, step.replay.own[rank][number])
+                value(step, Site { rank, number, instruction }, step.replay.own[rank][number])
             })
             .sum::<f64>()
         };
         self.steps.iter().map(of_step).sum::<f64>() / (self.steps.len() as f64).max(1.0)
     }
+}
+
+/// The lanes of collectives and messages.
+const EXCHANGES: [Lane; 5] = [Lane::Gather, Lane::Reduce, Lane::Inner, Lane::Send, Lane::Receive];
+
+/// True for collectives and messages.
+fn exchanges(instruction: &Instruction) -> bool {
+    EXCHANGES.contains(&instruction.action.lane())
 }
 
 /// True for instructions of the compute lane.

@@ -1,8 +1,9 @@
 //! Causes that are instructions of the program: input, communication, tiers, checkpoints, and the
 //! engine around them.
 
-use super::{Findings, computes, verdict};
-use crate::account::Account;
+use super::{EXCHANGES, Findings, computes, exchanges, verdict};
+use crate::account::{accounts, mean};
+use crate::measured::{Measured, Site};
 use crate::verdict::{Advice, Cause, Evidence, Place, Severity, Unit, Verdict};
 use trainyard_base::median;
 use trainyard_plan::TimeCategory;
@@ -14,7 +15,7 @@ const TINY_KERNEL_S: f64 = 20e-6;
 /// The step waits for its batch.
 pub fn input_bound(findings: &Findings<'_>) -> Option<Verdict> {
     let saving = findings.saving_on(|instruction| instruction.action.lane() == Lane::Input);
-    let loads = findings.mean_of(0, |_, place, own| match place.instruction.action {
+    let loads = findings.mean_of(0, |_, site, own| match site.instruction.action {
         Action::Load { .. } => own.took_s,
         _ => 0.0,
     });
@@ -37,7 +38,7 @@ pub fn input_bound(findings: &Findings<'_>) -> Option<Verdict> {
     verdict(Cause::InputBound, saving, "Compute waits for batches.", evidence, advice)
 }
 
-/// The instruction that took longest of all in any step, as evidence with its place.
+/// The longest instruction of any step and rank, as evidence with its place.
 fn longest(findings: &Findings<'_>, of: impl Fn(&Action) -> bool) -> Option<Evidence> {
     let mut most: Option<(f64, usize, usize, usize)> = None;
     for (index, step) in findings.steps.iter().enumerate() {
@@ -53,21 +54,15 @@ fn longest(findings: &Findings<'_>, of: impl Fn(&Action) -> bool) -> Option<Evid
     let (took, index, rank, number) = most?;
     let step = &findings.steps[index];
     let program = step.replay.programs()[rank];
-    let action = step.instruction(rank, number).action;
-    let unit = action.unit().and_then(|unit| program.units.get(unit as usize));
-    let span = unit.map_or_else(|| action.name().to_owned(), |unit| format!("{} {unit}", action.name()));
+    let instruction = &program.instructions[number];
     Some(Evidence::new("the longest of them", took, Unit::Seconds).at(Place {
         rank: Some(program.rank),
         step: Some(step.step),
-        lane: Some(action.lane().name().to_owned()),
-        span: Some(span),
+        lane: Some(instruction.action.lane().name().to_owned()),
+        span: Some(program.name_of(instruction)),
         start_seconds: Some(step.spans[rank][number].start_s),
         ..Place::default()
     }))
-}
-
-fn is_exchange(lane: Lane) -> bool {
-    matches!(lane, Lane::Gather | Lane::Reduce | Lane::Inner | Lane::Send | Lane::Receive)
 }
 
 /// The step waits for collectives or messages, beyond the waiting of ranks for each other.
@@ -75,13 +70,11 @@ pub fn communication_bound(findings: &Findings<'_>) -> Option<Verdict> {
     if findings.ranks() < 2 {
         return None;
     }
-    let saving = findings.saving_on(|instruction| is_exchange(instruction.action.lane()))?;
-    let busy = findings
-        .mean_of(0, |_, place, own| if is_exchange(place.instruction.action.lane()) { own.took_s } else { 0.0 });
-    let bytes = findings.mean_of(0, |_, place, _| {
-        if is_exchange(place.instruction.action.lane()) { place.instruction.bytes as f64 } else { 0.0 }
-    });
-    let count = findings.mean_of(0, |step, place, _| f64::from(u8::from(step.replay.meets(place.rank, place.number))));
+    let saving = findings.saving_on(exchanges)?;
+    let busy = findings.mean_of(0, |_, site, own| if exchanges(site.instruction) { own.took_s } else { 0.0 });
+    let bytes =
+        findings.mean_of(0, |_, site, _| if exchanges(site.instruction) { site.instruction.bytes as f64 } else { 0.0 });
+    let count = findings.mean_of(0, |step, site, _| f64::from(u8::from(step.replay.meets(site.rank, site.number))));
     let hidden = (1.0 - saving.seconds / busy.max(1e-12)).clamp(0.0, 1.0);
     let mut evidence = vec![
         Evidence::new("exchanges of a step on rank 0, without waiting for late ranks", busy, Unit::Seconds),
@@ -90,8 +83,8 @@ pub fn communication_bound(findings: &Findings<'_>) -> Option<Verdict> {
         Evidence::new("their speed", bytes / busy.max(1e-12), Unit::BytesPerSecond),
         Evidence::new("exchanges of a step", count, Unit::Count),
     ];
-    evidence.extend(longest(findings, |action| is_exchange(action.lane())));
-    let by_lane = [Lane::Gather, Lane::Reduce, Lane::Inner, Lane::Send, Lane::Receive].map(|lane| {
+    evidence.extend(longest(findings, |action| EXCHANGES.contains(&action.lane())));
+    let by_lane = EXCHANGES.map(|lane| {
         let saved = findings.saving_on(|instruction| instruction.action.lane() == lane);
         (lane, saved.map_or(0.0, |saving| saving.seconds))
     });
@@ -118,9 +111,9 @@ pub fn communication_bound(findings: &Findings<'_>) -> Option<Verdict> {
 pub fn offload_bound(findings: &Findings<'_>) -> Option<Verdict> {
     let moves = |action: &Action| matches!(action, Action::Fetch { .. } | Action::Evict { .. });
     let saving = findings.saving_on(|instruction| moves(&instruction.action));
-    let busy = findings.mean_of(0, |_, place, own| if moves(&place.instruction.action) { own.took_s } else { 0.0 });
+    let busy = findings.mean_of(0, |_, site, own| if moves(&site.instruction.action) { own.took_s } else { 0.0 });
     let bytes = findings
-        .mean_of(0, |_, place, _| if moves(&place.instruction.action) { place.instruction.bytes as f64 } else { 0.0 });
+        .mean_of(0, |_, site, _| if moves(&site.instruction.action) { site.instruction.bytes as f64 } else { 0.0 });
     let mut evidence = vec![
         Evidence::new("moving state of a step on rank 0", busy, Unit::Seconds),
         Evidence::new("bytes that it moves", bytes, Unit::Bytes),
@@ -162,40 +155,34 @@ pub fn checkpoint_stall(findings: &Findings<'_>) -> Option<Verdict> {
 /// The engine around instructions and kernels takes the time: tiny kernels, many instructions, work
 /// between steps.
 pub fn host_overhead(findings: &Findings<'_>) -> Option<Verdict> {
-    let kernels =
-        findings.mean_of(
-            0,
-            |_, place, _| {
-                if computes(place.instruction) { f64::from(findings.work(place).kernels) } else { 0.0 }
-            },
-        );
-    let busy = findings.mean_of(0, |_, place, own| if computes(place.instruction) { own.took_s } else { 0.0 });
+    let kernels = findings
+        .mean_of(0, |_, site, _| if computes(site.instruction) { f64::from(findings.work(site).kernels) } else { 0.0 });
+    let busy = findings.mean_of(0, |_, site, own| if computes(site.instruction) { own.took_s } else { 0.0 });
     let each = busy / kernels.max(1.0);
-    // The cheapest instructions have next to no work: what their kernels take is overhead.
-    let of_kind = |step: &crate::measured::Measured<'_>| {
+    // The cheapest instructions have next to no work: the time of their kernels is overhead.
+    let cheapest = |step: &Measured<'_>| {
         let program = step.replay.programs()[0];
         let each = program.on_lane(Lane::Compute).filter_map(|number| {
-            let place = crate::measured::Place { rank: 0, number, instruction: &program.instructions[number] };
-            let kernels = findings.work(place).kernels;
+            let site = Site { rank: 0, number, instruction: &program.instructions[number] };
+            let kernels = findings.work(site).kernels;
             (kernels > 0).then(|| step.replay.own[0][number].took_s / f64::from(kernels))
         });
         each.fold(f64::INFINITY, f64::min)
     };
-    let launch = median(findings.steps.iter().map(of_kind)).filter(|launch| launch.is_finite()).unwrap_or(0.0);
+    let launch = median(findings.steps.iter().map(cheapest)).filter(|launch| launch.is_finite()).unwrap_or(0.0);
     let launch = if each < TINY_KERNEL_S { launch.min(each) } else { 0.0 };
     let between = median(findings.steps.iter().map(|step| step.before_s - step.agreed_s)).unwrap_or(0.0);
-    let mut saving = findings.saving(|index, place, own| {
-        if computes(place.instruction) {
-            own.took_s = (own.took_s - launch * f64::from(findings.work(place).kernels)).max(0.0);
-            let waited = findings.steps[index].waited_s[place.rank][place.number] > 0.0;
+    let mut saving = findings.saving(|index, site, own| {
+        if computes(site.instruction) {
+            own.took_s = (own.took_s - launch * f64::from(findings.work(site).kernels)).max(0.0);
+            let waited = findings.steps[index].waited_s[site.rank][site.number] > 0.0;
             own.late_s = if waited { own.late_s } else { 0.0 };
         }
     })?;
     for seconds in [&mut saving.seconds, &mut saving.low_seconds, &mut saving.high_seconds] {
         *seconds += between;
     }
-    let accounts: Vec<Account> = findings.steps.iter().map(|step| Account::of(step, 0)).collect();
-    let engine = median(accounts.iter().map(|account| account.engine_s)).unwrap_or(0.0);
+    let engine = median(accounts(&findings.steps).iter().map(|account| account.engine_s)).unwrap_or(0.0);
     let evidence = vec![
         Evidence::new("kernels of a step", kernels, Unit::Count),
         Evidence::new("a kernel, on average", each, Unit::Seconds),
@@ -217,20 +204,19 @@ pub fn host_overhead(findings: &Findings<'_>) -> Option<Verdict> {
     )
 }
 
-/// What bounds a step in which nothing is lost: arithmetic, or memory.
+/// The resource that bounds a step in which nothing is lost: arithmetic, or memory.
 pub fn bound(findings: &Findings<'_>) -> Option<Verdict> {
-    let accounts: Vec<Account> = findings.steps.iter().map(|step| Account::of(step, 0)).collect();
-    let account = crate::account::mean(&accounts)?;
+    let account = mean(&accounts(&findings.steps))?;
     let work = account.breakdown.work();
     let parts = [TimeCategory::Forward, TimeCategory::Backward, TimeCategory::Update];
     let mfu = median(findings.run.metrics.iter().skip(3).filter_map(|metrics| metrics.mfu));
     // Kernels of an update read and write each number a few times; their time is that of memory.
-    let few_flops = |place: crate::measured::Place<'_>| {
-        let work = findings.work(place);
-        computes(place.instruction) && work.flops < 8.0 * work.bytes
+    let few_flops = |site: Site<'_>| {
+        let work = findings.work(site);
+        computes(site.instruction) && work.flops < 8.0 * work.bytes
     };
-    let memory = findings.mean_of(0, |_, place, own| if few_flops(place) { own.took_s } else { 0.0 });
-    let bytes = findings.mean_of(0, |_, place, _| if few_flops(place) { findings.work(place).bytes } else { 0.0 });
+    let memory = findings.mean_of(0, |_, site, own| if few_flops(site) { own.took_s } else { 0.0 });
+    let bytes = findings.mean_of(0, |_, site, _| if few_flops(site) { findings.work(site).bytes } else { 0.0 });
     let mut evidence = vec![Evidence::new("compute of a step", work / account.step_s, Unit::Share)];
     for part in parts {
         evidence.push(Evidence::new(part.words(), account.breakdown.seconds(part), Unit::Seconds));
@@ -266,16 +252,14 @@ fn slowest(findings: &Findings<'_>) -> Option<Evidence> {
     let step = findings.steps.last()?;
     let program = step.replay.programs()[0];
     let lost = |number: &usize| {
-        let place = crate::measured::Place { rank: 0, number: *number, instruction: &program.instructions[*number] };
-        step.replay.own[0][*number].took_s - findings.work(place).flops / peak
+        let site = Site { rank: 0, number: *number, instruction: &program.instructions[*number] };
+        step.replay.own[0][*number].took_s - findings.work(site).flops / peak
     };
     let number = program.on_lane(Lane::Compute).max_by(|a, b| lost(a).total_cmp(&lost(b)))?;
-    let action = program.instructions[number].action;
-    let unit = action.unit().and_then(|unit| program.units.get(unit as usize)).map_or("", String::as_str);
     Some(Evidence::new("farthest from the peak: seconds above it", lost(&number), Unit::Seconds).at(Place {
         rank: Some(program.rank),
         step: Some(step.step),
-        span: Some(format!("{} {unit}", action.name()).trim_end().to_owned()),
+        span: Some(program.name_of(&program.instructions[number])),
         ..Place::default()
     }))
 }

@@ -1,9 +1,9 @@
 //! Causes that are differences between ranks: a slow one, uneven work, and the bubble of a
 //! pipeline.
 
-use super::{Findings, computes, verdict};
-use crate::measured::{Measured, Place};
-use crate::verdict::{Advice, Cause, Evidence, Place as At, Saving, Unit, Verdict};
+use super::{Findings, computes, exchanges, verdict};
+use crate::measured::{Measured, Site};
+use crate::verdict::{Advice, Cause, Evidence, Place, SavedStep, Saving, Unit, Verdict};
 use std::collections::BTreeMap;
 use trainyard_base::median;
 use trainyard_program::Lane;
@@ -15,16 +15,16 @@ const SLOWER: f64 = 1.05;
 /// compared, whatever unit it is.
 type Kind = (&'static str, String, u64, u64);
 
-fn kind(findings: &Findings<'_>, place: Place<'_>) -> Option<Kind> {
+fn kind(findings: &Findings<'_>, site: Site<'_>) -> Option<Kind> {
     use trainyard_program::Action;
-    let part = match place.instruction.action {
+    let part = match site.instruction.action {
         Action::Backward { part, .. } => format!("{part:?}"),
         Action::Forward { keep, .. } => format!("{keep:?}"),
         _ => String::new(),
     };
-    let work = findings.work(place);
-    let is_work = computes(place.instruction) && work.bytes > 0.0;
-    is_work.then(|| (place.instruction.action.name(), part, work.flops as u64, work.bytes as u64))
+    let work = findings.work(site);
+    let is_work = computes(site.instruction) && work.bytes > 0.0;
+    is_work.then(|| (site.instruction.action.name(), part, work.flops as u64, work.bytes as u64))
 }
 
 /// Per rank, its kinds of instructions with their typical seconds in all steps.
@@ -35,7 +35,7 @@ fn typical(findings: &Findings<'_>) -> Typical {
         let mut samples: BTreeMap<Kind, Vec<f64>> = BTreeMap::new();
         for step in &findings.steps {
             for (number, instruction) in step.replay.programs()[rank].instructions.iter().enumerate() {
-                if let Some(kind) = kind(findings, Place { rank, number, instruction }) {
+                if let Some(kind) = kind(findings, Site { rank, number, instruction }) {
                     samples.entry(kind).or_default().push(step.replay.own[rank][number].took_s);
                 }
             }
@@ -64,22 +64,9 @@ pub fn straggler(findings: &Findings<'_>) -> Option<Verdict> {
     let typical = typical(findings);
     // Seconds of a step on this rank, and what the others would take for them.
     let compared = |rank: usize| {
-        let seconds = |on_other: bool| {
-            findings.mean_of(rank, |_, place, own| {
-                let other = kind(findings, place).and_then(|kind| on_others(&typical, rank, &kind));
-                match other {
-                    Some(seconds) => {
-                        if on_other {
-                            seconds
-                        } else {
-                            own.took_s
-                        }
-                    }
-                    None => 0.0,
-                }
-            })
-        };
-        (seconds(false), seconds(true))
+        let other = |site: Site<'_>| kind(findings, site).and_then(|kind| on_others(&typical, rank, &kind));
+        let own = findings.mean_of(rank, |_, site, own| other(site).map_or(0.0, |_| own.took_s));
+        (own, findings.mean_of(rank, |_, site, _| other(site).unwrap_or(0.0)))
     };
     let factors: Vec<(f64, f64)> = (0..findings.ranks()).map(compared).collect();
     let factor = |rank: usize| factors[rank].0 / factors[rank].1.max(1e-12);
@@ -89,14 +76,14 @@ pub fn straggler(findings: &Findings<'_>) -> Option<Verdict> {
     if slower < SLOWER {
         return None;
     }
-    let saving = findings.saving(|_, place, own| {
-        if place.rank == slow && computes(place.instruction) {
-            let other = kind(findings, place).and_then(|kind| on_others(&typical, slow, &kind));
+    let saving = findings.saving(|_, site, own| {
+        if site.rank == slow && computes(site.instruction) {
+            let other = kind(findings, site).and_then(|kind| on_others(&typical, slow, &kind));
             own.took_s = own.took_s.min(other.unwrap_or(own.took_s / slower));
         }
     });
     let record = &findings.run.ranks[slow];
-    let at = At { rank: Some(record.rank), ..At::default() };
+    let at = Place { rank: Some(record.rank), ..Place::default() };
     let mut evidence = vec![
         Evidence::new("times as long as the others at the same work", slower, Unit::Ratio).at(at.clone()),
         Evidence::new("its compute, a step", factors[slow].0, Unit::Seconds).at(at),
@@ -123,7 +110,7 @@ pub fn straggler(findings: &Findings<'_>) -> Option<Verdict> {
 fn of_step(findings: &Findings<'_>, typical: &Typical, step: &Measured<'_>, rank: usize) -> f64 {
     let (mut own, mut others) = (0.0, 0.0);
     for (number, instruction) in step.replay.programs()[rank].instructions.iter().enumerate() {
-        let kind = kind(findings, Place { rank, number, instruction });
+        let kind = kind(findings, Site { rank, number, instruction });
         if let Some(other) = kind.and_then(|kind| on_others(typical, rank, &kind)) {
             own += step.replay.own[rank][number].took_s;
             others += other;
@@ -157,7 +144,7 @@ fn stages(findings: &Findings<'_>) -> Option<Verdict> {
     let stage = |rank: usize| findings.run.ranks[rank].programs.programs[0].stage() as usize;
     let mut work = vec![(0.0, 0.0); stages];
     for rank in 0..findings.ranks() {
-        let seconds = findings.mean_of(rank, |_, place, _| kind(findings, place).map_or(0.0, |kind| everywhere(&kind)));
+        let seconds = findings.mean_of(rank, |_, site, _| kind(findings, site).map_or(0.0, |kind| everywhere(&kind)));
         work[stage(rank)].0 += seconds;
         work[stage(rank)].1 += 1.0;
     }
@@ -167,9 +154,9 @@ fn stages(findings: &Findings<'_>) -> Option<Verdict> {
     if work[most] < SLOWER * mean {
         return None;
     }
-    let saving = findings.saving(|_, place, own| {
-        if computes(place.instruction) {
-            own.took_s *= mean / work[stage(place.rank)].max(1e-12);
+    let saving = findings.saving(|_, site, own| {
+        if computes(site.instruction) {
+            own.took_s *= mean / work[stage(site.rank)].max(1e-12);
         }
     });
     let mut evidence: Vec<Evidence> = Vec::new();
@@ -203,11 +190,11 @@ fn lengths(findings: &Findings<'_>) -> Option<Verdict> {
     if lasting.fold(0.0, f64::max) > 1.2 || pass_correlation(findings, &typical) < 0.7 {
         return None;
     }
-    let saving = findings.saving(|index, place, own| {
-        if computes(place.instruction) {
+    let saving = findings.saving(|index, site, own| {
+        if computes(site.instruction) {
             let of_ranks = &slowness[index];
             let mean = of_ranks.iter().sum::<f64>() / ranks as f64;
-            own.took_s *= mean / of_ranks[place.rank].max(1e-12);
+            own.took_s *= mean / of_ranks[site.rank].max(1e-12);
         }
     });
     let spread = |step: &Vec<f64>| step.iter().copied().fold(0.0, f64::max) * ranks as f64 / step.iter().sum::<f64>();
@@ -232,9 +219,9 @@ fn pass_correlation(findings: &Findings<'_>, typical: &Typical) -> f64 {
         for (rank, program) in step.replay.programs().iter().enumerate() {
             let mut sums: BTreeMap<u32, [f64; 4]> = BTreeMap::new();
             for (number, instruction) in program.instructions.iter().enumerate() {
-                let place = Place { rank, number, instruction };
+                let site = Site { rank, number, instruction };
                 let Some(micro_batch) = instruction.action.micro_batch() else { continue };
-                let Some(usual) = kind(findings, place).and_then(|kind| on_others(typical, rank, &kind)) else {
+                let Some(usual) = kind(findings, site).and_then(|kind| on_others(typical, rank, &kind)) else {
                     continue;
                 };
                 let at = if instruction.action.name() == "forward" { 0 } else { 2 };
@@ -263,10 +250,9 @@ pub fn bubble(findings: &Findings<'_>) -> Option<Verdict> {
     }
     let mut savings = Vec::new();
     for step in &findings.steps {
-        let exchange = |lane| matches!(lane, Lane::Gather | Lane::Reduce | Lane::Inner | Lane::Send | Lane::Receive);
-        // What is left when nothing has to be waited for but the order of the schedule.
-        let ordered = step.without(&mut |place, own| {
-            if exchange(place.instruction.action.lane()) || place.instruction.action.lane() == Lane::Input {
+        // The step when nothing has to be waited for but the order of the schedule.
+        let ordered = step.without(&mut |site, own| {
+            if exchanges(site.instruction) || site.instruction.action.lane() == Lane::Input {
                 own.took_s = 0.0;
             }
         });
@@ -275,9 +261,10 @@ pub fn bubble(findings: &Findings<'_>) -> Option<Verdict> {
             lane.map(|number| step.replay.own[rank][number].took_s + step.replay.own[rank][number].late_s).sum::<f64>()
         });
         let busiest = step.before_s + busiest.fold(0.0, f64::max);
-        savings.push((step.seconds, step.seconds - (ordered - busiest).max(0.0)));
+        let replayed_seconds = step.seconds - (ordered - busiest).max(0.0);
+        savings.push(SavedStep { measured_seconds: step.seconds, replayed_seconds });
     }
-    let saving: Option<Saving> = crate::measured::mean_saving(&savings);
+    let saving = Saving::mean_of_steps(&savings);
     let micro_batches = f64::from(program.micro_batches);
     let evidence = vec![
         Evidence::new("pipeline stages", f64::from(stages), Unit::Count),

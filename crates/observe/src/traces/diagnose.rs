@@ -312,7 +312,7 @@ impl Context<'_> {
 
     /// Adds what is common to verdicts with a saving; None if the saving is too small to mention.
     fn sized(&self, cause: Cause, summary: String, steps: &[SavedStep]) -> Option<Verdict> {
-        let saving = Saving::of_steps(steps).filter(|saving| saving.share() >= SHARE_MIN)?;
+        let saving = Saving::median_of_steps(steps).filter(|saving| saving.share() >= SHARE_MIN)?;
         // One step alone may be a warm-up.
         let most =
             if steps.len() >= 2 || self.window.is_whole_recording() { Severity::Critical } else { Severity::Warning };

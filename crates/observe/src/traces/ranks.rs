@@ -101,7 +101,7 @@ pub fn straggler(ranks: &[RankSteps]) -> Option<Verdict> {
             all.push(*own);
         }
     }
-    let saving = Saving::of_steps(&saved).filter(|saving| saving.share() >= super::diagnose::SHARE_MIN)?;
+    let saving = Saving::median_of_steps(&saved).filter(|saving| saving.share() >= super::diagnose::SHARE_MIN)?;
     let worst = (0..ranks.len()).max_by_key(|rank| slowest_in[*rank])?;
     let always = slowest_in[worst] * 3 >= saved.len() * 2;
     let rank = ranks[worst].rank;

@@ -11,7 +11,7 @@
 //! while another one runs the backward pass.
 
 use super::breakdown::{KERNEL_WAIT_NS, seconds};
-use super::kineto::{Call, CallClass, Op};
+use super::kineto::{Call, CallClass, Op, Trace};
 use super::window::Window;
 use crate::span::Kind;
 use crate::verdict::SavedStep;
@@ -105,8 +105,9 @@ impl Replay {
     pub fn of(window: &Window) -> Replay {
         let trace = window.trace;
         let ops = &trace.ops;
-        let nodes = nodes(window);
-        let waits = waits(window);
+        let by_end = ByEnd::of(trace);
+        let nodes = nodes(window, &by_end);
+        let waits = waits(window, &by_end);
         let mut events = Vec::new();
         for (index, call) in trace.calls.iter().enumerate() {
             let span = trace.call_span(call);
@@ -237,15 +238,33 @@ fn typical(window: &Window) -> Typical {
     }
 }
 
+/// Pieces of work by their ends, to find the one that something waited for.
+struct ByEnd {
+    ops: Vec<u32>,
+    ends: Vec<i64>,
+}
+
+impl ByEnd {
+    fn of(trace: &Trace) -> ByEnd {
+        let end_ns = |op: &u32| trace.op_span(&trace.ops[*op as usize]).end_ns;
+        let mut ops: Vec<u32> = (0..trace.ops.len() as u32).collect();
+        ops.sort_by_key(end_ns);
+        let ends = ops.iter().map(end_ns).collect();
+        ByEnd { ops, ends }
+    }
+
+    /// The pieces that ended by `at_ns`, the last to end first, each with its end.
+    fn ended_by(&self, at_ns: i64) -> impl Iterator<Item = (u32, i64)> {
+        let count = self.ends.partition_point(|end| *end <= at_ns);
+        self.ops[..count].iter().copied().zip(self.ends[..count].iter().copied()).rev()
+    }
+}
+
 /// The constraints on every piece of work, from the reason for which it began when it did.
-fn nodes(window: &Window) -> Vec<Node> {
+fn nodes(window: &Window, by_end: &ByEnd) -> Vec<Node> {
     let trace = window.trace;
     let typical = typical(window);
     let mut last_on: HashMap<u32, u32> = HashMap::new();
-    // Pieces of work by end, to find the one that a piece on another stream waited for.
-    let mut by_end: Vec<u32> = (0..trace.ops.len() as u32).collect();
-    by_end.sort_by_key(|op| trace.op_span(&trace.ops[*op as usize]).end_ns);
-    let ends: Vec<i64> = by_end.iter().map(|op| trace.op_span(&trace.ops[*op as usize]).end_ns).collect();
     let mut nodes = Vec::with_capacity(trace.ops.len());
     for (index, op) in trace.ops.iter().enumerate() {
         let span = *trace.op_span(op);
@@ -258,7 +277,7 @@ fn nodes(window: &Window) -> Vec<Node> {
         let latency_ns = launch_ns.map(|at| start_ns - at);
         let launched_late = launch_ns.is_some_and(|at| until.is_none_or(|until| at > until));
         let prompt = launched_late && latency_ns.is_some_and(|latency| latency <= 3 * typical.latency_ns);
-        let last = last_to_end(&ends, start_ns).map(|at| (by_end[at], ends[at])).filter(|(of, _)| {
+        let last = by_end.ended_by(start_ns).next().filter(|(of, _)| {
             let on_other_stream = trace.op_span(&trace.ops[*of as usize]).lane != span.lane;
             on_other_stream && (*of as usize) < index
         });
@@ -293,13 +312,8 @@ fn nodes(window: &Window) -> Vec<Node> {
     nodes
 }
 
-/// Index of the last of the sorted `ends` that is not after `at_ns`.
-fn last_to_end(ends: &[i64], at_ns: i64) -> Option<usize> {
-    ends.partition_point(|end| *end <= at_ns).checked_sub(1)
-}
-
 /// The calls that wait for the device, and for what.
-fn waits(window: &Window) -> HashMap<u32, Wait> {
+fn waits(window: &Window, by_end: &ByEnd) -> HashMap<u32, Wait> {
     let trace = window.trace;
     let mut own_op: HashMap<u32, u32> = HashMap::new();
     for (index, op) in trace.ops.iter().enumerate() {
@@ -307,9 +321,6 @@ fn waits(window: &Window) -> HashMap<u32, Wait> {
             own_op.insert(call, index as u32);
         }
     }
-    let mut by_end: Vec<u32> = (0..trace.ops.len() as u32).collect();
-    by_end.sort_by_key(|op| trace.op_span(&trace.ops[*op as usize]).end_ns);
-    let ends: Vec<i64> = by_end.iter().map(|op| trace.op_span(&trace.ops[*op as usize]).end_ns).collect();
     // A call that need not wait takes as long as the shortest of its name.
     let mut shortest: HashMap<u32, i64> = HashMap::new();
     for call in &trace.calls {
@@ -321,7 +332,7 @@ fn waits(window: &Window) -> HashMap<u32, Wait> {
     for (index, call) in trace.calls.iter().enumerate() {
         let span = trace.call_span(call);
         let of = match call.class {
-            CallClass::Synchronise => last_launched_before(window, call, &by_end, &ends),
+            CallClass::Synchronise => last_launched_before(window, call, by_end),
             CallClass::Copy => own_op.get(&(index as u32)).copied().filter(|op| copy_waits(window, call, *op)),
             CallClass::Launch | CallClass::GraphLaunch | CallClass::Other => None,
         };
@@ -341,12 +352,12 @@ fn waits(window: &Window) -> HashMap<u32, Wait> {
 
 /// The piece of work that a synchronising call waited for: of those launched before it, the last to
 /// end before it returned.
-fn last_launched_before(window: &Window, call: &Call, by_end: &[u32], ends: &[i64]) -> Option<u32> {
+fn last_launched_before(window: &Window, call: &Call, by_end: &ByEnd) -> Option<u32> {
     let trace = window.trace;
     let span = trace.call_span(call);
-    let last = last_to_end(ends, span.end_ns)?;
     let launched_before = |op: &Op| trace.launch_ns(op).is_none_or(|at| at <= span.start_ns);
-    by_end[..=last].iter().rev().take(64).copied().find(|op| launched_before(&trace.ops[*op as usize]))
+    let ended = by_end.ended_by(span.end_ns).take(64);
+    ended.map(|(op, _)| op).find(|op| launched_before(&trace.ops[*op as usize]))
 }
 
 /// True if a copying call returned when its copy was done: copies from and to pageable memory.

@@ -388,7 +388,7 @@ pub fn record(plant: Plant, severity: usize, seed: u64) -> Recording {
     for programs in &ranks {
         let work = programs[0].instructions.iter().map(|i| work(plant, severity, &programs[0], i.action).0).collect();
         let programs =
-            Programs { programs: programs.clone(), work, threads: 2, peak_flops: Some(2e12 * ranks.len() as f64) };
+            Programs { programs: programs.to_vec(), work, threads: 2, peak_flops: Some(2e12 * ranks.len() as f64) };
         run.ranks.push(RankRecord {
             rank: programs.programs[0].rank,
             host: "here".into(),
@@ -422,7 +422,7 @@ pub fn record(plant: Plant, severity: usize, seed: u64) -> Recording {
             let instructions = program.instructions.iter().enumerate().map(times).collect();
             run.ranks[rank].steps.push(Step {
                 step: number,
-                snapshot,
+                program: usize::from(snapshot),
                 began: seconds(clock + before),
                 before: seconds(before),
                 length: seconds(length + 2e-6),

@@ -6,7 +6,7 @@ use crate::planner::breakdown;
 use crate::price::Known;
 use crate::{Facts, PricedStep, Pricer, Request, TimeCategory};
 use trainyard_program::{Action, Keep, MemoryKind, Mesh, Program, lower_stages};
-use trainyard_sim::{Cluster, Costs, memory, simulate};
+use trainyard_sim::{Cluster, Costs};
 
 /// A cluster, and the model and batch of a request.
 pub struct ClusterBench<'a> {
@@ -94,26 +94,22 @@ impl ClusterBench<'_> {
         let pricer = Pricer::new(&request, &[candidate], &self.facts.stack, &self.facts.constants);
         let Known { shape, costs } = pricer.known(&candidate);
         let mut costs = costs.clone();
-        let mut strategy = candidate.strategy(shape.units.len());
-        strategy.cuts = pricer.cuts(&candidate);
+        let mut strategy = pricer.strategy(&candidate);
         if setup.reduce == ReduceFormat::Bf16 {
             strategy.bytes.reduce = 2;
         }
-        if setup.optimizer != Optimizer::Other {
-            strategy.bytes.optimizer = setup.optimizer.state_bytes();
-            costs.stack.state.optimizer = setup.optimizer.state_bytes();
+        // What software holds beyond AdamW's moments, it holds for every optimizer.
+        let spared = Optimizer::AdamW.state_bytes() - setup.optimizer.state_bytes();
+        for bytes in [&mut strategy.bytes, &mut costs.stack.state] {
+            bytes.optimizer = bytes.optimizer.saturating_sub(spared);
         }
         let mut programs = lower_stages(shape, &candidate.mesh, &strategy).map_err(|error| error.to_string())?;
         for edit in &setup.edits {
             programs.iter_mut().for_each(|program| edit.program(program));
             change(edit, &mut costs);
         }
-        let simulated = simulate(&programs, &costs).map_err(|error| error.to_string())?;
-        let memory: Vec<_> =
-            programs.iter().zip(&simulated.ranks).map(|(program, time)| memory(program, time, &costs)).collect();
-        let peak = memory.iter().map(|memory| memory.peak_bytes).fold(0.0, f64::max);
-        let bytes = pricer.with_overhead(peak);
-        let step = PricedStep { programs, times: simulated.ranks, memory, step_s: simulated.step_s };
+        let step = PricedStep::simulated(programs, &costs).map_err(|error| error.to_string())?;
+        let bytes = pricer.with_overhead(step.peak_bytes());
         Ok(Step { step, costs, bytes })
     }
 

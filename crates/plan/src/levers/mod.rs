@@ -3,8 +3,8 @@
 //!
 //! A [`Lever`] is a row of [`table::LEVERS`]: its name, the setups that it offers, and what it
 //! costs in quality. A [`Setup`] is priced by a [`Bench`], which lowers it and simulates the
-//! program, as the planner does. What the engine does not have yet is an [`Edit`] of the program:
-//! its messages, memory and kernels change, and the simulation is the same. A lever without a price
+//! program, as the planner does. What no layout expresses is an [`Edit`] of the program: its
+//! messages, memory and kernels change, and the simulation is the same. A lever without a price
 //! says why.
 //!
 //! [`advise`] prices the table. The commands of the cli show it.
@@ -22,7 +22,7 @@ pub mod table;
 pub use advice::{Advice, Combination, Outcome, Row, advise};
 pub use cluster::ClusterBench;
 pub use edit::{Code, Edit, is_exchange, local_steps};
-pub use report::{Heading, json, text};
+pub use report::{Heading, json, quoted, text};
 pub use setup::{Optimizer, Place, ReduceFormat, Setup};
 
 use crate::Breakdown;

@@ -149,11 +149,13 @@ fn together(combination: &Combination, now: &Price, sets: &dyn Fn(&Setup) -> Vec
 }
 
 fn flags(sets: &[String]) -> String {
-    let flags: Vec<String> = sets
-        .iter()
-        .map(|set| if set.contains([' ', '[', '{']) { format!("--set \"{set}\"") } else { format!("--set {set}") })
-        .collect();
+    let flags: Vec<String> = sets.iter().map(|set| format!("--set {}", quoted(set))).collect();
     flags.join(" ")
+}
+
+/// `set`, quoted as one word for a shell.
+pub fn quoted(set: &str) -> String {
+    if set.contains([' ', '[', '{']) { format!("\"{set}\"") } else { set.to_owned() }
 }
 
 /// The advice as JSON.

@@ -1,11 +1,12 @@
 //! A setup: how a step is run now or could be run, and the place that runs it.
 
 use super::edit::Edit;
+use crate::price::stack_state;
 use crate::{Candidate, Request};
 use trainyard_program::{Mesh, Tier};
-use trainyard_sim::Format;
+use trainyard_sim::{Format, Stack};
 
-/// A way to run a step, including what the program does not have yet.
+/// A way to run a step, including what the engine does not run yet.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Setup {
     /// Layout, batch, sharding, recomputation, offload, schedule and number format.
@@ -20,7 +21,7 @@ pub struct Setup {
     pub layers: u32,
     /// Inner width of the model's MLPs.
     pub ffn: u32,
-    /// Changes of the program for what it does not have yet.
+    /// Changes of the program for what no layout expresses.
     pub edits: Vec<Edit>,
 }
 
@@ -91,13 +92,15 @@ pub struct Place {
 }
 
 impl Setup {
-    /// The setup of a plan of `request`. The planner counts AdamW, and gradients that travel in 32
-    /// bits.
-    pub fn of(request: &Request, candidate: &Candidate) -> Setup {
+    /// The setup of a plan of `request` by `stack`. The planner counts AdamW.
+    pub fn of(request: &Request, stack: &Stack, candidate: &Candidate) -> Setup {
         Setup {
             candidate: *candidate,
             sequence_length: request.sequence_length,
-            reduce: ReduceFormat::F32,
+            reduce: match stack_state(stack, candidate.format).reduce {
+                2 => ReduceFormat::Bf16,
+                _ => ReduceFormat::F32,
+            },
             optimizer: Optimizer::AdamW,
             layers: request.model.layers,
             ffn: request.model.ffn,

@@ -235,12 +235,12 @@ fn fsdp(keys: &mut Keys, settings: &mut Settings) -> Result<(), SettingsError> {
         settings.unpriced.push(format!("Ulysses exchanges over {sp} ranks (priced as context parallelism)"));
     }
     let processes = settings.devices.unwrap_or(1);
-    let other = settings.tp * settings.cp;
+    let divides = settings.model_ranks().is_some_and(|ranks| processes.is_multiple_of(ranks));
     if hybrid && settings.dp_shard.is_none() {
         settings.dp_shard = Some(8.min(processes));
         settings.assumed.push("hybrid sharding: a node of 8 devices shares a state".to_owned());
     }
-    if settings.dp_shard.is_none() && settings.dp_replicate.is_none() && processes.is_multiple_of(other.max(1)) {
+    if settings.dp_shard.is_none() && settings.dp_replicate.is_none() && divides {
         settings.dp_replicate = Some(1);
     }
     Ok(())

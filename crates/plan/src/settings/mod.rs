@@ -327,7 +327,7 @@ impl Settings {
     /// Sequences of a step on `devices` devices, if the settings say them.
     pub fn batch(&self, devices: u32) -> Option<u64> {
         let made = || {
-            let model = (self.tp * self.pp * self.cp).max(1);
+            let model = self.model_ranks()?.max(1);
             Some(u64::from(devices / model) * u64::from(self.micro_batch?) * u64::from(self.accumulation?))
         };
         self.global_batch.or_else(made)
@@ -370,6 +370,12 @@ impl Settings {
         }
     }
 
+    /// Number of ranks that hold a model together, before any data parallelism; None if there is no
+    /// such number of ranks.
+    fn model_ranks(&self) -> Option<u32> {
+        self.tp.checked_mul(self.pp)?.checked_mul(self.cp)
+    }
+
     fn mesh(&self, request: &Request) -> Result<Mesh, SettingsError> {
         let Settings { tp, pp, cp, ep, .. } = *self;
         let fail = |problem: String| Err(SettingsError(problem));
@@ -379,10 +385,10 @@ impl Settings {
                 "they are for {given} devices, and {devices} are planned for: say another --cluster, or --max-gpus {given}"
             ));
         }
-        let model = tp * pp * cp;
-        if model == 0 || !devices.is_multiple_of(model) {
+        let divides = |model: &u32| *model > 0 && devices.is_multiple_of(*model);
+        let Some(model) = self.model_ranks().filter(divides) else {
             return fail(format!("tp {tp} x pp {pp} x cp {cp} does not divide {devices} devices"));
-        }
+        };
         let dp = devices / model;
         let shard = match (self.zero_stage, self.dp_shard, self.dp_replicate) {
             (0, ..) => 1,
@@ -390,7 +396,7 @@ impl Settings {
             (_, None, replicate) => dp / replicate.unwrap_or(1).max(1),
         };
         let replicate = if self.zero_stage == 0 { dp } else { self.dp_replicate.unwrap_or(dp / shard.max(1)) };
-        if shard == 0 || replicate * shard != dp {
+        if shard == 0 || u64::from(replicate) * u64::from(shard) != u64::from(dp) {
             return fail(format!(
                 "{replicate} replicas of {shard} shards are not the {dp} data-parallel ranks of {devices} devices"
             ));
@@ -405,9 +411,9 @@ impl Settings {
                 heads.heads, heads.kv_heads
             ));
         }
-        let stretches = pp * self.schedule.facts().chunks;
+        let stretches = u64::from(pp) * u64::from(self.schedule.facts().chunks);
         let blocks = heads.layers + heads.encoder_layers;
-        if pp > 1 && stretches > blocks {
+        if pp > 1 && stretches > u64::from(blocks) {
             return fail(format!("{stretches} pipeline stretches for {blocks} blocks"));
         }
         Ok(Mesh { pp, dp_replicate: replicate, dp_shard: shard, cp, tp, ep })
@@ -419,7 +425,7 @@ impl Settings {
         let full = match self.recompute {
             Recompute::None | Recompute::Selective => 0,
             Recompute::Full => blocks,
-            Recompute::SomeOfStretch(each) => (each * mesh.pp * pipeline.facts().chunks).min(blocks),
+            Recompute::SomeOfStretch(each) => each.saturating_mul(mesh.pp * pipeline.facts().chunks).min(blocks),
             Recompute::EveryNth(n) => blocks / n.max(1),
         };
         let selective = if self.recompute == Recompute::Selective { blocks } else { 0 };

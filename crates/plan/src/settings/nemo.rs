@@ -160,7 +160,7 @@ pub(super) fn read(text: &str) -> Result<Settings, SettingsError> {
     settings.global_batch = keys.number("data.global_batch_size")?;
     settings.sequence_length = keys.number("data.seq_length")?;
     let (nodes, each) = (keys.degree("trainer.num_nodes")?, keys.degree("trainer.devices")?);
-    settings.devices = nodes.zip(each).map(|(nodes, each)| nodes * each);
+    settings.devices = nodes.zip(each).map(|(nodes, each)| nodes.saturating_mul(each));
     let fp8 = keys.text("trainer.plugins.fp8");
     settings.format = match (fp8, keys.text("trainer.plugins.precision").as_deref()) {
         (Some(_), _) => Some(Format::Fp8),

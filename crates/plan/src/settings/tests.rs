@@ -160,6 +160,10 @@ fn what_is_no_run_is_refused_in_words() {
     let request = request("llama-1b", "2x4xH100", 32);
     let settings = Settings { tp: 16, ..Settings::new(Dialect::Megatron) };
     assert!(settings.candidates(&request).unwrap_err().to_string().contains("does not divide 8 devices"));
+    // Regression: the product of degrees overflowed.
+    let settings = Settings { tp: 1 << 16, pp: 1 << 16, ..Settings::new(Dialect::Megatron) };
+    assert!(settings.candidates(&request).unwrap_err().to_string().contains("does not divide 8 devices"));
+    assert_eq!(Settings { micro_batch: Some(1), accumulation: Some(1), ..settings }.batch(8), None);
     let settings = Settings { zero_stage: 3, dp_shard: Some(3), ..Settings::new(Dialect::Megatron) };
     assert!(settings.candidates(&request).unwrap_err().to_string().contains("2 replicas of 3 shards"));
     let settings = Settings { micro_batch: Some(3), ..Settings::new(Dialect::Megatron) };

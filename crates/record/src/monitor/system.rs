@@ -6,7 +6,7 @@ use procfs::{Current, CurrentSI};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// One reading of the counters. What cannot be read is zero, or absent.
+/// One reading of the counters. Those that cannot be read are zero, or absent.
 #[derive(Clone, Debug)]
 pub struct Counters {
     at: Instant,
@@ -28,7 +28,7 @@ pub struct Counters {
     /// Periods of the control group, those in which it was stopped, and the nanoseconds for which
     /// its cores were.
     periods: Option<[u64; 3]>,
-    /// What is no rate.
+    /// The numbers that are no rates.
     now: Sample,
 }
 

@@ -139,7 +139,7 @@ impl Capture {
     /// Ends it. Nothing of what was captured has been done.
     ///
     /// # Errors
-    /// What was done that a capture forbids.
+    /// The action that a capture forbids.
     pub fn end(mut self) -> Result<Graph> {
         let (graph, state) = self.stop();
         let (graph, state) = (graph?, state.expect("a capture has a state until it is ended"));

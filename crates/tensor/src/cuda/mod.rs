@@ -99,7 +99,7 @@ impl Cuda {
     /// for it.
     ///
     /// # Errors
-    /// What the machine or this build lacks for it, in a sentence.
+    /// The thing that the machine or this build lacks for it, in a sentence.
     pub fn open(ordinal: usize, threads: usize) -> Result<Cuda> {
         Ok(Cuda::new(trainyard_cuda::open(ordinal)?, threads))
     }

@@ -1,28 +1,14 @@
 //! From a configuration to the setup that levers change, and from a changed setup to settings.
 
-use crate::commands::plan::{here, keys::schedule};
+use crate::commands::plan::{here, keys};
 use anyhow::Result;
 use trainyard_engine::config::{
-    CheckpointMode, Compute, Config, DeviceKind, Fp8Recipe, OptimizerName, PipelineSchedule as ConfigSchedule,
-    ReduceDtype, Resolved,
+    CheckpointMode, Config, OptimizerName, PipelineSchedule as ConfigSchedule, ReduceDtype, Resolved,
 };
 use trainyard_engine::shape::{mesh, model_spec, strategy};
 use trainyard_plan::levers::{Code, Edit, Optimizer, ReduceFormat, Setup};
 use trainyard_plan::{Candidate, Checkpointing};
-use trainyard_program::{PipelineSchedule, ReduceSchedule, Reshard, Tier};
-use trainyard_sim::Format;
-
-/// The number format of a configuration's products.
-pub fn format(resolved: &Resolved) -> Format {
-    let precision = &resolved.config.precision;
-    match precision.compute {
-        Compute::Bf16 if precision.fp8 == Fp8Recipe::Hybrid => Format::Fp8,
-        Compute::F32 if precision.tf32 && resolved.config.compute.device != DeviceKind::Cpu => Format::Tf32,
-        Compute::F32 => Format::Fp32,
-        Compute::Bf16 => Format::Bf16,
-        Compute::F16 => Format::Fp16,
-    }
-}
+use trainyard_program::PipelineSchedule;
 
 /// The setup that a configuration describes.
 pub fn setup(resolved: &Resolved) -> Result<Setup> {
@@ -49,7 +35,7 @@ pub fn setup(resolved: &Resolved) -> Result<Setup> {
             ConfigSchedule::ZeroBubbleV => PipelineSchedule::ZeroBubbleV,
             ConfigSchedule::DualPipeV => PipelineSchedule::DualPipeV,
         },
-        format: format(resolved),
+        format: keys::format(resolved),
     };
     Ok(Setup {
         candidate,
@@ -72,11 +58,16 @@ pub fn setup(resolved: &Resolved) -> Result<Setup> {
 
 /// The settings that make a configuration of `base` one of `setup`: those that differ.
 pub fn settings(base: &Setup, setup: &Setup) -> Vec<String> {
-    let before = all(base);
+    let (before, after) = (all(base), all(setup));
+    // There are several ways to say that blocks differ, so whatever replaces it is said in full.
+    let of_blocks = |set: &String| set.starts_with("activation_checkpointing.");
+    let blocks_differ = !before.contains(&"activation_checkpointing.overrides=[]".to_owned());
+    let replaced =
+        blocks_differ && !before.iter().filter(|set| of_blocks(set)).eq(after.iter().filter(|set| of_blocks(set)));
     let key = |set: &str| set.split('=').next().map(str::to_owned);
     let is_unset = |set: &str| DEFAULTS.contains(&set) && before.iter().all(|other| key(other) != key(set));
-    let is_new = |set: &String| !before.contains(set) && !is_unset(set);
-    all(setup).into_iter().filter(is_new).collect()
+    let is_new = |set: &String| !before.contains(set) && !is_unset(set) || replaced && of_blocks(set);
+    after.iter().filter(|set| is_new(set)).cloned().collect()
 }
 
 /// The settings of an edit; None if the engine has no keys for it. A key that the configuration
@@ -102,70 +93,12 @@ const DEFAULTS: [&str; 3] = ["parallel.reduce_dtype=f32", "parallel.reshard_afte
 
 /// Every setting of a setup.
 fn all(setup: &Setup) -> Vec<String> {
-    let Candidate { mesh, micro_batch, accumulation, offload, .. } = setup.candidate;
-    let mut sets = vec![
-        format!("training.global_batch_size={}", setup.global_batch()),
-        // Numbers that stay are said too where one of the three changes, because the configuration
-        // may have given another two.
-        format!("training.micro_batch_size={micro_batch}"),
-        format!("training.accumulation_steps={accumulation}"),
-        format!("training.sequence_length={}", setup.sequence_length),
-        format!("parallel.ranks={}", mesh.ranks()),
-        format!("parallel.data_parallel_replicate_degree={}", mesh.dp_replicate),
-        format!("parallel.data_parallel_shard_degree={}", mesh.dp_shard),
-        format!("parallel.zero_stage={}", setup.candidate.layout().zero_stage),
-        format!("parallel.tensor_parallel_degree={}", mesh.tp),
-        format!("parallel.pipeline_parallel_degree={}", mesh.pp),
-        format!("model.layers={}", setup.layers),
-        format!("model.ffn_dim={}", setup.ffn),
-    ];
-    if mesh.tp > 1 {
-        // Rows that do not divide evenly stay whole.
-        let rows = (u64::from(micro_batch) * setup.sequence_length).is_multiple_of(u64::from(mesh.tp));
-        sets.push(format!("parallel.sequence_parallel={rows}"));
-    }
-    if mesh.cp > 1 {
-        sets.push(format!("parallel.context_parallel_degree={}", mesh.cp));
-    }
-    if mesh.pp > 1 {
-        sets.extend(schedule(setup.candidate.pipeline));
-    }
-    if setup.candidate.layout().zero_stage == 3 {
-        let reshard = match setup.candidate.reshard {
-            Reshard::Always => "true".to_owned(),
-            Reshard::Never => "false".to_owned(),
-            Reshard::To(ranks) => ranks.to_string(),
-        };
-        sets.push(format!("parallel.reshard_after_forward={reshard}"));
-        sets.push(format!("parallel.prefetch={}", setup.candidate.prefetch));
-    }
-    let each = if setup.candidate.reduce_schedule == ReduceSchedule::PerMicroBatch { "micro_batch" } else { "step" };
-    sets.push(format!("parallel.reduce_schedule={each}"));
-    if mesh.data_parallel() > 1 {
+    let mut sets = keys::all(&setup.candidate, setup.sequence_length, setup.layers as usize, &[]);
+    sets.push(format!("model.layers={}", setup.layers));
+    sets.push(format!("model.ffn_dim={}", setup.ffn));
+    if setup.candidate.mesh.data_parallel() > 1 {
         let dtype = if setup.reduce == ReduceFormat::Bf16 { "bf16" } else { "f32" };
         sets.push(format!("parallel.reduce_dtype={dtype}"));
-    }
-    let Checkpointing { full, selective } = setup.candidate.checkpointing;
-    let mode = match (full, selective) {
-        (0, 0) => Some("none"),
-        (full, 0) if full == setup.layers => Some("full"),
-        (0, selective) if selective == setup.layers => Some("selective"),
-        // A mixture is the configuration's own, which no lever makes.
-        _ => None,
-    };
-    sets.extend(mode.map(|mode| format!("activation_checkpointing.mode={mode}")));
-    for (part, tier) in [
-        ("optimizer", offload.optimizer),
-        ("gradients", offload.gradients),
-        ("parameters", offload.parameters),
-        ("activations", offload.activations),
-    ] {
-        let tier = match tier {
-            Some(Tier::Host) => "host",
-            Some(Tier::Disk) => "disk",
-            None => "none",
-        };
-        sets.push(format!("memory.offload.{part}={tier}"));
     }
     // Every format that levers choose has settings.
     sets.extend(here::precision(&[setup.candidate.format]).unwrap_or_default());
@@ -181,6 +114,8 @@ mod tests {
     use trainyard_engine::config::Inputs;
     use trainyard_plan::levers::table::LEVERS;
     use trainyard_plan::levers::{Offers, Place};
+    use trainyard_program::Tier;
+    use trainyard_sim::Format;
 
     fn resolve(sets: &[String]) -> Result<Resolved> {
         let base = [
@@ -213,7 +148,14 @@ mod tests {
             tiers: vec![Tier::Disk],
             formats: vec![Format::Fp32, Format::Bf16],
         };
-        for more in [&[][..], &["parallel.ranks=4".to_owned(), "parallel.zero_stage=3".to_owned()]] {
+        let sharded = ["parallel.ranks=4", "parallel.zero_stage=3"].map(str::to_owned);
+        // Regression: these overrides stayed when a lever chose one mode for all blocks.
+        let mixed = [
+            "activation_checkpointing.mode=full",
+            "activation_checkpointing.overrides=[{ blocks = '0-1', mode = 'none' }]",
+        ]
+        .map(str::to_owned);
+        for more in [&[][..], &sharded, &mixed] {
             let base = setup(&resolve(more).unwrap()).unwrap();
             assert_eq!(settings(&base, &base), Vec::<String>::new());
             let mut tried = 0;

@@ -98,10 +98,9 @@ pub fn rules(args: &Args, path: &Path, profile: &MachineProfile, link: NetworkLi
     }
     let first = priced[0].step_s;
     let rows = priced.iter().map(|row| {
-        let every = if row.every == 1 { "1".to_owned() } else { row.every.to_string() };
         vec![
             row.rule.clone(),
-            every,
+            row.every.to_string(),
             row.codec.clone(),
             format_bytes(row.sent_bytes as u64),
             format!("{:.1} ms", 1e3 * row.step_s),
