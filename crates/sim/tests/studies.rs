@@ -103,8 +103,8 @@ fn the_fsdp_study_comes_out() {
 }
 
 /// The same study, section 5: from 8 to 512 GPUs the 11.3B model loses 7 % of its speed.
-/// Predictions miss that, as docs/cost-model.md says. Once they do not, this test fails and loses its
-/// mark.
+/// Predictions miss that, as docs/cost-model.md says. Once they do not, this test fails and loses
+/// its mark.
 #[test]
 #[should_panic(expected = "from 8 to 512 GPUs it falls by")]
 fn known_error_the_fsdp_study_s_fall_over_64_nodes() {
