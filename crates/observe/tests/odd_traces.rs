@@ -56,6 +56,7 @@ fn what_is_no_trace_is_refused_with_what_to_do() {
         (r#"{"traceEvents":[{"ph":"X"}]"#, "ends in the middle"),
         (r#"{"traceEvents":[}"#, "byte 16 is no JSON"),
         (r#"{"a" "b"}"#, "no JSON"),
+        ("[model]\npreset = 1\n", "byte 1 is no JSON (`m`)"),
     ] {
         let error = read_bytes(text.as_bytes(), Path::new("x")).expect_err(text);
         assert!(words(&error).contains(part), "{text}: {error}");
