@@ -9,7 +9,7 @@
 use clap::Args;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use trainyard_sim::validate::{Class, Outcome, add_intervals, choices, class_errors, compare, fit, weighted_quantile};
+use trainyard_sim::validate::{Class, Disturbed, Outcome, add_intervals, choices, class_errors, compare, fit, weighted_quantile};
 use trainyard_sim::{Constants, Profiles, measurement};
 
 /// Arguments of `cargo xtask validate`.
@@ -65,7 +65,7 @@ pub fn run(options: &Options) -> anyhow::Result<bool> {
     print_sources(&outcomes);
     if options.rows {
         print_rows(&outcomes);
-        for (picked, loss) in choices(&outcomes) {
+        for (picked, loss) in choices(&outcomes, Disturbed::Counted) {
             println!("choice of {picked}: {:5.1} % lost", 100.0 * loss);
         }
     }
@@ -267,12 +267,15 @@ fn judge(outcomes: &[Outcome]) -> bool {
     bar("out of memory, recall", share(full.iter().filter(|o| !o.fits).count(), full.len()), 0.90, false);
     let ran: Vec<&Outcome> = outcomes.iter().filter(|outcome| !outcome.row.out_of_memory).collect();
     bar("out of memory, false alarms", share(ran.iter().filter(|o| !o.fits).count(), ran.len()), 0.03, true);
-    let found = choices(outcomes);
-    let (count, losses) = (found.len(), found.iter().map(|(_, loss)| *loss).collect::<Vec<f64>>());
-    println!("choice: {count} groups of three configurations and more");
-    let plain: Vec<(f64, f64)> = losses.iter().map(|loss| (*loss, 1.0)).collect();
-    bar("choice, mean loss", losses.iter().sum::<f64>() / losses.len().max(1) as f64, 0.04, true);
-    bar("choice, 90th percentile", weighted_quantile(&plain, 0.9).unwrap_or(0.0), 0.15, true);
+    for (disturbed, which) in [(Disturbed::Left, "undisturbed runs"), (Disturbed::Counted, "all runs")] {
+        let losses: Vec<f64> = choices(outcomes, disturbed).into_iter().map(|(_, loss)| loss).collect();
+        println!("choice among {which}: {} groups of three configurations and more", losses.len());
+        let plain: Vec<(f64, f64)> = losses.iter().map(|loss| (*loss, 1.0)).collect();
+        let mean = losses.iter().sum::<f64>() / losses.len().max(1) as f64;
+        bar(&format!("choice among {which}, mean loss"), mean, 0.04, true);
+        let most = weighted_quantile(&plain, 0.9).unwrap_or(0.0);
+        bar(&format!("choice among {which}, 90th percentile"), most, 0.15, true);
+    }
     intervals(outcomes, &mut bar);
     met
 }

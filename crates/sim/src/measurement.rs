@@ -126,8 +126,9 @@ pub struct Row {
     pub out_of_memory: bool,
     /// `A`: fully specified; `B`: up to three fields missing.
     pub grade: String,
-    /// True if the bars apply to it: a dense model in 16 bits.
-    pub judged: bool,
+    /// True if the source shows that the run was slowed by something beside its configuration: it is 2 to 30
+    /// times slower than its neighbours in the source's chart, or the source names the fault.
+    pub disturbed: bool,
     /// The source's remarks that explain the figure.
     pub remark: String,
 }
@@ -331,7 +332,7 @@ impl Fields<'_> {
             memory_figure,
             out_of_memory: self.text("out_of_memory")? == "y",
             grade: self.text("grade")?.to_owned(),
-            judged: self.text("judged")? == "y",
+            disturbed: self.text("disturbed")? == "y",
             remark: self.text("remark")?.to_owned(),
         })
     }

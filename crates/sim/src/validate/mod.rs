@@ -190,13 +190,26 @@ pub fn weighted_quantile(values: &[(f64, f64)], share: f64) -> Option<f64> {
     None
 }
 
+/// The treatment of runs that the source shows to be [disturbed](Row::disturbed).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Disturbed {
+    /// They count like all others.
+    Counted,
+    /// They are left out.
+    Left,
+}
+
 /// For each group of at least three configurations of one model on the same devices that one source
 /// measured: the configuration that is predicted fastest, and the speed that is lost by taking it.
-/// Of a configuration that was measured several times, the average counts.
-pub fn choices(outcomes: &[Outcome]) -> Vec<(String, f64)> {
+/// Of a configuration that was measured several times, the average counts. Runs that the source shows to
+/// be disturbed count only if asked for: no plan can foresee them.
+pub fn choices(outcomes: &[Outcome], disturbed: Disturbed) -> Vec<(String, f64)> {
     let mut groups: BTreeMap<String, BTreeMap<String, Vec<(f64, f64)>>> = BTreeMap::new();
     for outcome in outcomes {
         let row = &outcome.row;
+        if row.disturbed && disturbed == Disturbed::Left {
+            continue;
+        }
         let (Some(measured), None) = (row.tokens_per_s, &outcome.failed) else { continue };
         let Row { model, sequence, device, devices, format, .. } = row;
         let group = format!("{} {model:?} {sequence} {device} {devices} {format:?}", row.source());
