@@ -9,7 +9,9 @@
 use clap::Args;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use trainyard_sim::validate::{Class, Disturbed, Outcome, add_intervals, choices, class_errors, compare, fit, weighted_quantile};
+use trainyard_sim::validate::{
+    Class, Disturbed, Outcome, add_intervals, choices, class_errors, compare, fit, weighted_quantile,
+};
 use trainyard_sim::{Constants, Profiles, measurement};
 
 /// Arguments of `cargo xtask validate`.

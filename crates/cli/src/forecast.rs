@@ -1,13 +1,11 @@
 //! Predicts the time of a run's steps from the profile of this machine.
 
-use std::collections::BTreeMap;
 use trainyard_calibrate::{layout, probe_group};
 use trainyard_comm::Communicator;
 use trainyard_engine::config::{Config, DeviceKind};
 use trainyard_engine::predict::TimePrediction;
 use trainyard_engine::session::Session;
 use trainyard_engine::{EngineError, bench};
-use trainyard_program::Program;
 use trainyard_sim::host::{HostStage, HostStep, host_step};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind, Span, load_local_profile};
@@ -80,23 +78,13 @@ pub fn time(session: &Session) -> Result<TimePrediction, String> {
     let basis = format!("calibrated {}, at the speeds of that time{}", profile.measured, missing(&step));
     let of_stage = |spans: &Vec<Span>| spans.iter().map(|span| [span.start_s, span.end_s]).collect();
     let stages = step.simulated.ranks.iter().map(|rank| of_stage(&rank.spans)).collect();
-    Ok(TimePrediction { step_s: step.simulated.step_s, instructions: by_kind(program, &step), basis, stages })
+    Ok(TimePrediction { step_s: step.simulated.step_s, instructions: step.by_kind(program), basis, stages })
 }
 
 /// A message that names the kernels missing in the profile.
 fn missing(step: &HostStep) -> String {
     let names: Vec<&str> = step.unpriced.keys().map(String::as_str).collect();
     if names.is_empty() { String::new() } else { format!("; not in it, priced as copies: {}", names.join(", ")) }
-}
-
-/// Seconds of a rank's instructions, summed by kind. `program` is one of those of `step`.
-pub fn by_kind(program: &Program, step: &HostStep) -> BTreeMap<String, f64> {
-    let mut kinds = BTreeMap::new();
-    let spans = &step.simulated.ranks[program.stage() as usize].spans;
-    for (instruction, span) in program.instructions.iter().zip(spans) {
-        *kinds.entry(instruction.action.name().to_owned()).or_default() += span.end_s - span.start_s;
-    }
-    kinds
 }
 
 /// The profile of `here`, or of its GPU; or the reason why there is no usable one.

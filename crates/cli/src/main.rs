@@ -11,7 +11,6 @@ mod commands;
 mod forecast;
 mod habits;
 mod output;
-mod trial;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{

@@ -17,6 +17,7 @@ mod breakdown;
 mod candidate;
 pub mod canvas;
 pub mod explain;
+pub mod here;
 pub mod html;
 pub mod levers;
 mod memory_plot;

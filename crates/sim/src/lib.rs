@@ -44,7 +44,7 @@ pub use equal::{equal_times, paced_times};
 pub use errors::{ClassErrors, Correction, Errors};
 pub use interval::{COVERAGE, Interval};
 pub use machine::{MachineError, MachineProfile, ProfileKind, load_local_profile, local_profile_path};
-pub use models::{model, models};
+pub use models::{model, models, usual_name};
 pub use network::{NetworkError, NetworkLink};
 pub use own::own_units;
 pub use predict::{Lowered, PredictError, Prediction, predict};

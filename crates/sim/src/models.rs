@@ -9,17 +9,43 @@ pub fn models() -> BTreeMap<String, Architecture> {
     toml::from_str(include_str!("../data/models.toml")).expect("built-in models are tested")
 }
 
-/// Returns the model called `name`.
+/// Returns the model called `name`, as here or as people and Hugging Face call it: `llama-405b`,
+/// `llama3-405b` and `meta-llama/Llama-3.1-405B-Instruct` are one model.
 ///
 /// # Errors
 ///
 /// An unknown name; the error lists the names that exist.
 pub fn model(name: &str) -> Result<Architecture, String> {
     let mut all = models();
-    all.remove(name).ok_or_else(|| {
+    all.remove(name).or_else(|| all.remove(&usual_name(name))).ok_or_else(|| {
         let known: Vec<String> = models().into_keys().collect();
         format!("no model is called `{name}`; known: {}; or give a config.json", known.join(", "))
     })
+}
+
+/// What `name` is called here, if it is another name of one of [`models`]: without the organisation, in lower
+/// case, without the kind of training, and with the generation of Llama only where the shape depends on it.
+pub fn usual_name(name: &str) -> String {
+    let name = name.rsplit('/').next().unwrap_or(name).to_lowercase().replace('_', "-");
+    let mut name = name.strip_prefix("meta-").unwrap_or(&name);
+    while let Some(shorter) =
+        ["-instruct", "-base", "-hf", "-v0.1", "-v0.2", "-v0.3"].iter().find_map(|ending| name.strip_suffix(ending))
+    {
+        name = shorter;
+    }
+    let gpt2 =
+        [("gpt2", "gpt2-124m"), ("gpt2-medium", "gpt2-355m"), ("gpt2-large", "gpt2-774m"), ("gpt2-xl", "gpt2-1.5b")];
+    if let Some((_, usual)) = gpt2.iter().find(|(other, _)| *other == name) {
+        return (*usual).to_owned();
+    }
+    let Some(rest) = name.strip_prefix("llama").map(|rest| rest.trim_start_matches('-')) else {
+        return name.to_owned();
+    };
+    match rest.split_once('-') {
+        Some(("2", "70b")) => "llama2-70b".to_owned(),
+        Some(("2" | "3" | "3.1" | "3.2" | "3.3", size)) => format!("llama-{size}"),
+        _ => name.to_owned(),
+    }
 }
 
 impl From<&ModelSpec> for Architecture {
@@ -84,6 +110,28 @@ mod tests {
             assert!((ours / billions - 1.0).abs() < 0.025, "{name}: {ours:.3}");
         }
         assert!(model("gpt5").unwrap_err().contains("gpt3-175b"));
+    }
+
+    #[test]
+    fn models_are_found_by_the_names_that_people_use() {
+        for (other, usual) in [
+            ("llama3-405b", "llama-405b"),
+            ("llama3.1-70b", "llama-70b"),
+            ("meta-llama/Llama-3.1-405B-Instruct", "llama-405b"),
+            ("meta-llama/Meta-Llama-3-8B", "llama-8b"),
+            ("meta-llama/Llama-3.2-1B", "llama-1b"),
+            ("meta-llama/Llama-2-7b-hf", "llama-7b"),
+            ("llama-2-70b", "llama2-70b"),
+            ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+            ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+            ("Qwen/Qwen2.5-72B-Instruct", "qwen2.5-72b"),
+            ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+            ("openai-community/gpt2-xl", "gpt2-1.5b"),
+        ] {
+            assert_eq!(model(other), model(usual), "{other}");
+            assert!(model(usual).is_ok());
+        }
+        assert!(model("llama4-405b").is_err());
     }
 
     #[test]

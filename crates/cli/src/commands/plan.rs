@@ -11,8 +11,9 @@ mod stacks;
 
 use super::advise::settings as advise_settings;
 use super::config::resolve;
+use crate::choose::trial_seconds;
+use crate::forecast;
 use crate::output::{note, print, read};
-use crate::{forecast, trial};
 use anyhow::{Context, Result, bail};
 use keys::settings;
 use serde_json::{Value, json};
@@ -33,7 +34,7 @@ use trainyard_program::MemoryKind;
 use trainyard_sim::measurement::Class;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{
-    Cluster, Constants, Errors, Format, Generation, NetworkLink, ProfileKind, Profiles, Stack, models,
+    Cluster, Constants, Errors, Format, Generation, NetworkLink, ProfileKind, Profiles, Stack, models, usual_name,
 };
 
 /// Find the best plan for training a model on a cluster, with reasons.
@@ -143,7 +144,7 @@ pub struct Args {
     /// For a configuration on this machine: seconds for trials. Plans that are predicted to be
     /// nearly as fast as the best run a few steps each, in turn, which corrects the predictions;
     /// they are listed first. 0: no trials.
-    #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
+    #[arg(long, value_name = "SECONDS", requires = "config", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial_seconds)]
     trial_seconds: f64,
     /// Compare update rules and codecs for replicas on machines like this one, with this network
     /// between them: bandwidth and latency, e.g. 1Gbps,20ms.
@@ -493,11 +494,11 @@ fn named_model(name: &str) -> Result<(Architecture, Option<ModelSpec>)> {
             return Ok((mixture, None));
         }
         hf::from_config_json(&text).with_context(|| file.display().to_string())?.spec
-    } else if let Ok(spec) = preset(name) {
+    } else if let Ok(spec) = preset(&usual_name(name)) {
         spec
     } else {
         let all = models();
-        if let Some(model) = all.get(name) {
+        if let Some(model) = all.get(&usual_name(name)) {
             return Ok((model.clone(), None));
         }
         let names = all.keys().map(String::as_str).chain(PRESET_NAMES);

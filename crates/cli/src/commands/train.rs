@@ -4,8 +4,9 @@
 use super::config::{load, resolve};
 use super::supervise::{self, EXIT_INTERRUPTED, RunFile, Supervised};
 use super::{dash, records};
+use crate::choose::{self, trial_seconds};
+use crate::forecast;
 use crate::output::{Verbosity, chain, count, is_fault, memory, note, print};
-use crate::{choose, forecast, trial};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -28,6 +29,7 @@ use trainyard_engine::shape::compute_dtype;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::warning::warning;
 use trainyard_engine::{EngineError, world};
+use trainyard_plan::here::race;
 use trainyard_sim::machine::Machine;
 use trainyard_tensor::DType;
 
@@ -67,7 +69,7 @@ pub struct Args {
     /// With --plan auto: seconds for trials. Plans that are predicted to be nearly as fast as the
     /// best run a few steps each, in turn, which corrects the predictions. 0: no trials. Default: 3
     /// % of the predicted run, at most 120. There are no trials for ranks that are processes.
-    #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial::seconds)]
+    #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial_seconds)]
     trial_seconds: Option<f64>,
     /// When a rank fails, restart from the newest checkpoint, up to N times. For ranks that are
     /// processes use `trainyard launch --max-restarts`, or `trainyard supervise` around mpirun or
@@ -364,9 +366,12 @@ fn choose(
     let seconds = match trial_seconds {
         _ if are_processes => 0.0,
         Some(seconds) => seconds,
-        None => trial::default_seconds(&resolve(&load(&[])?)?.limits, ways.best()?.step_s),
+        None => {
+            let limits = resolve(&load(&[])?)?.limits;
+            race::default_seconds(limits.steps, limits.seconds, ways.best()?.step_s)
+        }
     };
-    trial::try_out(&mut ways, load, seconds, &|line| verbosity.note(line))?;
+    choose::try_out(&mut ways, load, seconds, &|line| verbosity.note(line))?;
     let best = ways.best()?;
     if verbosity.is_quiet() {
         return Ok(best.sets.clone());

@@ -49,6 +49,18 @@ pub struct HostStep {
     pub unpriced: BTreeMap<String, u32>,
 }
 
+impl HostStep {
+    /// Seconds of a rank's instructions, summed by kind. `program` is one of those of this step.
+    pub fn by_kind(&self, program: &Program) -> BTreeMap<String, f64> {
+        let mut kinds = BTreeMap::new();
+        let spans = &self.simulated.ranks[program.stage() as usize].spans;
+        for (instruction, span) in program.instructions.iter().zip(spans) {
+            *kinds.entry(instruction.action.name().to_owned()).or_default() += span.end_s - span.start_s;
+        }
+        kinds
+    }
+}
+
 /// Predicts one step of all pipeline `stages`. `speeds` are those of the moment (`profile.speeds`
 /// if not known).
 pub fn host_step(stages: &[HostStage<'_>], profile: &MachineProfile, layout: HostLayout, speeds: &Speeds) -> HostStep {

@@ -2,13 +2,13 @@
 //! and its kernels are priced from the profile by `trainyard calibrate`.
 
 use super::settings::{knows, settings};
-use crate::choose::Room;
 use crate::commands::config::resolve_for;
 use crate::output::chain;
 use anyhow::Result;
 use trainyard_calibrate::Forecast;
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_plan::Candidate;
+use trainyard_plan::here::Room;
 use trainyard_plan::levers::{Bench, Edit, Price, Setup, is_exchange, local_steps};
 use trainyard_plan::{Breakdown, TimeCategory};
 use trainyard_program::{Action, Instruction, Lane, Memory, MemoryKind, Mesh, Program};

@@ -6,9 +6,9 @@ mod tried;
 
 use super::config::resolve_for;
 use super::plan;
-use crate::choose::{self, Room};
+use crate::choose::{self, trial_seconds};
+use crate::forecast;
 use crate::output::print;
-use crate::{forecast, trial};
 use anyhow::{Context, Result};
 use here::MachineBench;
 use settings::{settings, setup};
@@ -49,7 +49,7 @@ pub struct Args {
     /// Seconds for trials on this machine: the first three levers that can be run and the
     /// configuration itself make steps in turn, and the measured gains stand beside the predicted.
     /// 0: no trials.
-    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial::seconds)]
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["cluster", "profile"], default_value_t = 0.0, value_parser = trial_seconds)]
     trial_seconds: f64,
     /// Print JSON.
     #[arg(long)]
@@ -72,7 +72,7 @@ fn on_this_machine(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>) -> R
     let resolved = resolve_for(&load(&[])?, inputs.clone())?;
     let base = setup(&resolved)?;
     let place = machine(&resolved, &profile, &inputs)?;
-    let room = Room::of(&resolved, &profile);
+    let room = choose::room(&resolved, &profile);
     let bench = MachineBench { load, profile: &profile, inputs: &inputs, base: &base, room };
     let mut advice = advise(&base, &place, &bench).map_err(anyhow::Error::msg)?;
     let sets = |setup: &Setup| settings(&base, setup);

@@ -4,7 +4,7 @@
 use super::{Args, fixed, formats, quoted};
 use crate::commands::config::resolve_for;
 use crate::output::{count, note, print};
-use crate::{choose, forecast, trial};
+use crate::{choose, forecast};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -13,6 +13,7 @@ use trainyard_base::format_bytes;
 use trainyard_calibrate::probe_group::inputs;
 use trainyard_engine::config::{Config, Inputs};
 use trainyard_engine::shape::model_spec;
+use trainyard_plan::here::{Way, Ways};
 use trainyard_plan::{Fixed, Mode, PricedStep, table, timeline};
 use trainyard_program::{Mesh, runnable};
 use trainyard_sim::machine::Machine;
@@ -76,9 +77,9 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     if fit > 0 && !(1..=fit).contains(&number) {
         bail!("--show {number}: there are plans 1 to {fit}");
     }
-    trial::try_out(&mut ways, &load, args.trial_seconds, &note)?;
+    choose::try_out(&mut ways, &load, args.trial_seconds, &note)?;
     let tokens = base.tokens_per_step();
-    let shown = |ways: &choose::Ways| -> Result<Shown> {
+    let shown = |ways: &Ways| -> Result<Shown> {
         ways.best()?;
         Shown::of(&ways.fitting[number - 1], number, &load, &inputs, profile)
     };
@@ -168,7 +169,7 @@ pub fn precision(formats: &[Format]) -> Result<Vec<String>> {
 }
 
 /// The table of the first `top` ways.
-fn lines(ways: &choose::Ways, tokens: u64, top: usize) -> String {
+fn lines(ways: &Ways, tokens: u64, top: usize) -> String {
     let is_tried = ways.fitting.first().is_some_and(|way| way.tried.is_some());
     let rows = ways.fitting.iter().take(top).map(|way| {
         let [micro, steps] = way.batch;
@@ -202,7 +203,7 @@ struct Shown {
 
 impl Shown {
     fn of(
-        way: &choose::Way,
+        way: &Way,
         number: usize,
         load: &dyn Fn(&[String]) -> Result<Config>,
         inputs: &Inputs,
@@ -241,8 +242,8 @@ impl Shown {
     }
 }
 
-fn to_json(ways: &choose::Ways, tokens: u64) -> Value {
-    let way = |way: &choose::Way| {
+fn to_json(ways: &Ways, tokens: u64) -> Value {
+    let way = |way: &Way| {
         json!({
             "layout": way.layout,
             "micro_batch_size": way.batch[0],

@@ -1,10 +1,10 @@
 //! Trials of ways to run a configuration. Ways with nearly equal predictions run for a few steps
-//! each, in turn, to find the fastest.
+//! each, in turn, to find the fastest. Whoever calls brings the visits, so nothing runs here.
 //!
 //! A prediction is off by several percent, and the best ways differ by less. A visit creates the
-//! ranks of a way, trains on random tokens, as `trainyard calibrate --check` does, and takes the
-//! median of a few steps. A round visits every contender once, so that a slow phase of the machine
-//! affects them all. Offloaded ways are not tried: they would write whole states for a few steps.
+//! ranks of a way, trains on random tokens, and takes the median of a few steps. A round visits every
+//! contender once, so that a slow phase of the machine affects them all. Offloaded ways are not
+//! tried: they would write whole states for a few steps.
 //!
 //! On a shared machine, visits of one way differ by more than the ways do, and the fastest
 //! measurement may be luck. So a trial corrects the prediction in proportion to its reliability.
@@ -14,14 +14,9 @@
 //! posterior mean of a normal error (Gelman et al., "Bayesian Data Analysis", section 2.5). On a
 //! steady machine the trials decide; on an unsteady one the predictions do.
 
-use crate::choose::{Tried, Way, Ways};
-use crate::commands::config::resolve;
-use crate::output::chain;
-use anyhow::{Context, Result};
-use std::time::{Duration, Instant};
+use super::{Tried, Way, Ways};
+use std::time::Duration;
 use trainyard_base::median;
-use trainyard_calibrate::Ranks;
-use trainyard_engine::config::{Config, Limits, Resolved};
 
 /// Upper limit for the contenders.
 const CONTENDERS_MAX: usize = 10;
@@ -39,25 +34,21 @@ const PREDICTION_ERROR: f64 = 0.08;
 /// shared machine.
 const VISIT_ERROR: f64 = 0.15;
 /// Number of timed steps of a visit, and the seconds after which a visit has enough.
-const STEPS: std::ops::RangeInclusive<usize> = 3..=12;
-const VISIT_S: f64 = 0.4;
+pub const STEPS: std::ops::RangeInclusive<usize> = 3..=12;
+/// Seconds of timed steps after which a visit has enough.
+pub const VISIT_S: f64 = 0.4;
 /// The rest of a visit, in steps: creating the ranks, and the untimed first step.
 const UNTIMED_STEPS: f64 = 3.0;
 /// Default time of a trial: a share of the predicted run, and an upper limit in seconds.
 const SHARE_OF_RUN: f64 = 0.03;
 const TRIAL_S_MAX: f64 = 120.0;
 
-/// The default of `--trial-seconds` for a run within `limits` whose steps take `step_s` seconds.
-pub fn default_seconds(limits: &Limits, step_s: f64) -> f64 {
-    let by_steps = limits.steps.map(|steps| steps as f64 * step_s);
-    let run_s = by_steps.into_iter().chain(limits.seconds).fold(f64::INFINITY, f64::min);
+/// The seconds of trials that a run is worth whose steps take `step_s` seconds and which ends after
+/// `steps` or `seconds`, if it does.
+pub fn default_seconds(steps: Option<u64>, seconds: Option<f64>, step_s: f64) -> f64 {
+    let by_steps = steps.map(|steps| steps as f64 * step_s);
+    let run_s = by_steps.into_iter().chain(seconds).fold(f64::INFINITY, f64::min);
     (SHARE_OF_RUN * run_s).min(TRIAL_S_MAX)
-}
-
-/// Parses `--trial-seconds`.
-pub fn seconds(text: &str) -> Result<f64, String> {
-    let seconds = text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds >= 0.0);
-    seconds.ok_or_else(|| "it is a number of seconds, 0 or more".to_owned())
 }
 
 /// The standing of a contender in a race.
@@ -70,40 +61,20 @@ struct Standing {
     expected: f64,
 }
 
-/// Tries the most promising of the fitting ways for `seconds` in all. Moves the tried ways to the
-/// front, the one with the least expected time first. `say` receives messages about the progress.
-///
-/// # Errors
-///
-/// Settings that no longer resolve. A way that fails when it runs is no error: it is reported and
-/// eliminated.
+/// Moves the ways that were tried to the front, the one with the least expected time first: those of
+/// `contenders` (indices into the fitting ways), which [`race`] against one another for `seconds`.
+/// `elapsed` is the time since the trials began. `visit` runs a way and returns the median seconds of
+/// its step, or None if it cannot be run, which eliminates it.
 pub fn try_out(
     ways: &mut Ways,
-    load: &dyn Fn(&[String]) -> Result<Config>,
+    contenders: &[usize],
     seconds: f64,
-    say: &dyn Fn(&str),
-) -> Result<()> {
-    let contenders = match contenders(&ways.fitting, seconds) {
-        Ok(contenders) => contenders,
-        Err(why) => {
-            if seconds > 0.0 {
-                say(&format!("nothing is tried: {why}"));
-            }
-            return Ok(());
-        }
-    };
-    let resolved: Vec<Resolved> =
-        contenders.iter().map(|way| resolve(&load(&ways.fitting[*way].sets)?)).collect::<Result<_>>()?;
-    say(&format!("trying {} plans for a few steps each, for up to {seconds:.0} s", contenders.len()));
-    let start = Instant::now();
+    elapsed: &dyn Fn() -> Duration,
+    visit: &mut dyn FnMut(&Way) -> Option<f64>,
+) {
     let predicted: Vec<f64> = contenders.iter().map(|way| ways.fitting[*way].step_s).collect();
-    let standings = race(&predicted, Duration::from_secs_f64(seconds), &|| start.elapsed(), &mut |contender| {
-        visit(&resolved[contender])
-            .inspect_err(|error| {
-                let way = ways.fitting[contenders[contender]].words();
-                say(&format!("{way} is out, it cannot be run: {}", chain(error)));
-            })
-            .ok()
+    let standings = race(&predicted, Duration::from_secs_f64(seconds), elapsed, &mut |contender| {
+        visit(&ways.fitting[contenders[contender]])
     });
     let tried: Vec<Way> = standings
         .iter()
@@ -115,13 +86,16 @@ pub fn try_out(
     let mut number = 0..;
     ways.fitting.retain(|_| !contenders.contains(&number.next().unwrap_or(usize::MAX)));
     ways.fitting.splice(..0, tried);
-    Ok(())
 }
 
 /// Indices into `fitting` of the ways to try, the fastest first, as many as a race of `seconds`
 /// allows. The fastest of every layout comes before any layout's second. Or the reason why there is
 /// no race.
-fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
+///
+/// # Errors
+///
+/// Fewer than two such ways, or too little time for two of them.
+pub fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
     let near = |way: &usize| fitting[*way].step_s <= NEAR * fitting[0].step_s && !fitting[*way].offloaded;
     let near: Vec<usize> = (0..fitting.len()).filter(near).collect();
     if near.len() < 2 {
@@ -152,20 +126,6 @@ fn contenders(fitting: &[Way], seconds: f64) -> Result<Vec<usize>, String> {
 fn visit_s(step_s: f64) -> f64 {
     let timed = (VISIT_S / step_s).clamp(*STEPS.start() as f64, *STEPS.end() as f64);
     (timed + UNTIMED_STEPS) * step_s
-}
-
-/// Creates a way's ranks and measures the median seconds of a step.
-fn visit(resolved: &Resolved) -> Result<f64> {
-    let mut ranks = Ranks::together(resolved)?;
-    ranks.step()?;
-    let start = Instant::now();
-    let mut steps = Vec::new();
-    while steps.len() < *STEPS.start() || steps.len() < *STEPS.end() && start.elapsed().as_secs_f64() < VISIT_S {
-        let step = Instant::now();
-        ranks.step()?;
-        steps.push(step.elapsed().as_secs_f64());
-    }
-    median(steps).context("no step was timed")
 }
 
 /// Runs rounds of visits until the time is over or one contender is left. A failed visit eliminates
@@ -365,7 +325,7 @@ mod tests {
 
     #[test]
     fn a_trial_takes_a_small_share_of_the_run() {
-        let seconds = |steps, seconds| default_seconds(&Limits { steps, seconds }, 0.1);
+        let seconds = |steps, seconds| default_seconds(steps, seconds, 0.1);
         assert!((seconds(Some(1000), None) - 3.0).abs() < 1e-9);
         assert!((seconds(Some(1000), Some(50.0)) - 1.5).abs() < 1e-9);
         assert!((seconds(Some(1_000_000), None) - 120.0).abs() < 1e-9);

@@ -1,0 +1,128 @@
+//! The divisions of a configuration among ranks, and their settings.
+
+/// What the ways of a configuration start from.
+#[derive(Clone, Debug)]
+pub struct Base {
+    /// Sequences of a step, over all ranks.
+    pub global_batch: usize,
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// Tokens of a sequence.
+    pub sequence_length: usize,
+    /// Pipeline stages.
+    pub pipeline: usize,
+    /// Tensor-parallel degree.
+    pub tensor: usize,
+    /// Numbers of ranks that are tried: up to the cores or GPUs (or what the degrees above make), or the
+    /// number of processes, where that is given.
+    pub ranks: std::ops::RangeInclusive<usize>,
+}
+
+/// The division of a way among ranks: pipeline stages and ranks that share every product, then, of
+/// the ranks that see different data, replicas and shards, ZeRO stage, and resharding after
+/// forward.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Sharing {
+    pub(super) pipeline: Option<&'static str>,
+    pub(super) stages: usize,
+    pub(super) tensor: usize,
+    pub(super) data: usize,
+    pub(super) shard: usize,
+    pub(super) stage: usize,
+    reshard: bool,
+}
+
+impl Sharing {
+    /// Ranks of the whole division.
+    pub(super) fn ranks(&self) -> usize {
+        self.stages * self.tensor * self.data
+    }
+}
+
+/// The most ranks that divide a model among them, by stages and products. More exchange more than
+/// they save on one machine.
+const MODEL_RANKS_MAX: usize = 8;
+
+/// Orders of a pipeline that are tried: the usual one, and the one with the smallest bubble of
+/// those with one stretch of layers per stage.
+const PIPELINES: [&str; 2] = ["1f1b", "zero_bubble"];
+
+/// Upper limit for the micro-batches of a rank: more are no faster, and take long to price.
+const ACCUMULATION_MAX: usize = 32;
+
+/// The possible divisions among ranks. The ranks that see different data divide the batch.
+pub(super) fn sharings(base: &Base) -> Vec<Sharing> {
+    let own = base.pipeline * base.tensor;
+    let mut all = Vec::new();
+    for ranks in base.ranks.clone() {
+        let divisors = |of: usize| (1..=of).filter(move |part| of.is_multiple_of(*part));
+        for stages in divisors(ranks) {
+            for tensor in divisors(ranks / stages) {
+                let (model, data) = (stages * tensor, ranks / stages / tensor);
+                if model > own.max(MODEL_RANKS_MAX) || !base.global_batch.is_multiple_of(data) {
+                    continue;
+                }
+                if stages == 1 {
+                    divide_state(None, [1, tensor, data], &mut all);
+                } else {
+                    PIPELINES.iter().for_each(|order| divide_state(Some(order), [stages, tensor, data], &mut all));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// The ways of dividing the state among the ranks that see different data. Together with stages or
+/// split products only replicas and ZeRO-1 are tried: gradients and parameters are small then.
+fn divide_state(pipeline: Option<&'static str>, [stages, tensor, data]: [usize; 3], all: &mut Vec<Sharing>) {
+    let whole = Sharing { pipeline, stages, tensor, data, shard: 1, stage: 0, reshard: true };
+    all.push(whole);
+    let kinds = [(1, true), (2, true), (3, true), (3, false)];
+    let kinds = if stages * tensor > 1 { &kinds[..1] } else { &kinds[..] };
+    for shard in (2..=data).filter(|shard| data.is_multiple_of(*shard)) {
+        all.extend(kinds.iter().map(|(stage, reshard)| Sharing { shard, stage: *stage, reshard: *reshard, ..whole }));
+    }
+}
+
+/// The micro-batches of a division. A pipeline needs at least as many as it has stages to be full.
+pub(super) fn micro_batches(base: &Base, sharing: Sharing) -> Vec<usize> {
+    let of_a_rank = base.global_batch / sharing.data;
+    let few = |micro: &usize| of_a_rank / micro <= ACCUMULATION_MAX || *micro == base.micro_batch;
+    let full = |micro: &usize| of_a_rank / micro >= sharing.stages || *micro == 1;
+    (1..=of_a_rank).filter(|micro| of_a_rank.is_multiple_of(*micro)).filter(few).filter(full).collect()
+}
+
+/// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`, and sums per
+/// micro-batch if `each`.
+pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
+    let Sharing { pipeline, stages, tensor, data, shard, stage, reshard } = sharing;
+    let mut sets = vec![
+        format!("training.global_batch_size={}", base.global_batch),
+        format!("training.micro_batch_size={micro}"),
+        format!("training.accumulation_steps={}", base.global_batch / data / micro),
+        format!("parallel.ranks={}", sharing.ranks()),
+        format!("parallel.data_parallel_replicate_degree={}", data / shard),
+        format!("parallel.data_parallel_shard_degree={shard}"),
+        format!("parallel.zero_stage={stage}"),
+        format!("parallel.reduce_schedule={}", if each { "micro_batch" } else { "step" }),
+        format!("activation_checkpointing.mode={mode}"),
+    ];
+    if stage == 3 {
+        sets.push(format!("parallel.reshard_after_forward={reshard}"));
+    }
+    // A configuration with degrees of its own is asked for others too.
+    if stages > 1 || base.pipeline > 1 {
+        sets.push(format!("parallel.pipeline_parallel_degree={stages}"));
+    }
+    sets.extend(pipeline.map(|order| format!("parallel.pipeline_schedule={order}")));
+    if tensor > 1 || base.tensor > 1 {
+        sets.push(format!("parallel.tensor_parallel_degree={tensor}"));
+    }
+    if tensor > 1 {
+        // Rows that do not divide evenly stay whole.
+        let rows = (micro * base.sequence_length).is_multiple_of(tensor);
+        sets.push(format!("parallel.sequence_parallel={rows}"));
+    }
+    sets
+}
