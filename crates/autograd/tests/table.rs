@@ -11,7 +11,7 @@ use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
-use trainyard_tensor::ops::{HeadLayout, Segments, TablePart};
+use trainyard_tensor::ops::{ContextSegments, HeadLayout, Segments, TablePart};
 use trainyard_tensor::{DType, Device, Purpose};
 
 /// At least one example for every row of the table.
@@ -65,6 +65,29 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                 })
                 .collect()
         }
+        // Two ranks' chunks of a sequence in four, gathered rank after rank, with documents that end
+        // inside chunks.
+        "context_attention" => {
+            let gathered = vec![0..3, 9..12, 3..6, 6..9];
+            let window = AttentionSpec { window: Some(3), ..spec };
+            [(spec, 0), (spec, 2), (window, 2)]
+                .into_iter()
+                .map(|(spec, own)| {
+                    let segments =
+                        ContextSegments::new(&[0, 4, 10, 12], &gathered[own..own + 2], gathered.clone()).unwrap();
+                    example(&[&[6, 24], &[12, 24]], &[], move |t, x| {
+                        t.context_attention(&x[0], &x[1], spec, &segments)
+                    })
+                })
+                .collect()
+        }
+        "split_columns" => vec![
+            example(&[&[5, 7]], &[], |t, x| {
+                let [a, b] = t.split_columns(&x[0], 3)?;
+                t.cat(&[&b, &a, &b], 1)
+            }),
+            example(&[&[5, 7]], &[], |t, x| Ok(t.split_columns(&x[0], 3)?[1].clone())),
+        ],
         "rope" => {
             let table = Arc::new(RopeTable::new(6, 1e4, RopeScaling::None, 16).unwrap());
             vec![example(&[&[5, layout.columns()]], &[], move |t, x| {
@@ -102,6 +125,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         "dropout" => vec![
             example(&[&[40, 33]], &[], |t, x| t.dropout(&x[0], 0.3, true)),
             example(&[&[40, 33]], &[], |t, x| t.dropout_from(&x[0], 0.3, true, 5 * 33)),
+            example(&[&[40, 33]], &[], |t, x| t.dropout_of(&x[0], 0.3, true, &[99..330, 990..2079])),
         ],
         _ => plain::examples(name, &device),
     }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use std::time::Instant;
 use trainyard_base::median;
 use trainyard_calibrate::{Ranks, forecast};
-use trainyard_engine::config::{Config, DeviceKind, Inputs, OffloadTier, Resolved};
+use trainyard_engine::config::{Config, DeviceKind, Inputs, OffloadTier, Parallel, Resolved};
 use trainyard_engine::host;
 use trainyard_engine::shape::is_offloaded;
 use trainyard_plan::here::{self, Asked, Base, Room, Way, Ways, race};
@@ -33,11 +33,12 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
         let Ok(resolved) = load(&asked.sets).and_then(|config| resolve_for(&config, inputs.clone())) else {
             return Ok(None);
         };
-        if (resolved.parallel.pipeline, resolved.parallel.tensor) != asked.stages_and_tensor {
+        let Parallel { pipeline, context, tensor, .. } = resolved.parallel;
+        if [pipeline, context, tensor] != asked.model_degrees {
             return Ok(None);
         }
         // A model of fewer heads or layers than ranks cannot be divided among them.
-        let whole = resolved.parallel.pipeline * resolved.parallel.tensor == 1;
+        let whole = pipeline * context * tensor == 1;
         match price(asked.sets, &resolved, profile, &room) {
             Err(_) if !whole => Ok(None),
             priced => priced.map(Some),
@@ -56,17 +57,20 @@ pub fn room(base: &Resolved, profile: &MachineProfile) -> Room {
 }
 
 fn base(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Base {
-    let (pipeline, tensor) = (resolved.parallel.pipeline, resolved.parallel.tensor);
+    let Parallel { pipeline, context, tensor, .. } = resolved.parallel;
+    let model = pipeline * context * tensor;
     let ranks = match (inputs.processes, &profile.machine.gpu) {
         (Some(count), _) => count..=count,
-        (None, Some(gpu)) => 1..=(pipeline * tensor).max(gpu.count as usize),
-        (None, None) => 1..=(pipeline * tensor).max(Inputs::of_this_machine().cores),
+        (None, Some(gpu)) => 1..=model.max(gpu.count as usize),
+        (None, None) => 1..=model.max(Inputs::of_this_machine().cores),
     };
     Base {
         global_batch: resolved.batch.global,
         micro_batch: resolved.batch.micro,
         sequence_length: resolved.sequence_length,
         pipeline,
+        context,
+        divides_sequences: profile.machine.gpu.is_none(),
         tensor,
         ranks,
     }
@@ -104,6 +108,9 @@ fn layout(resolved: &Resolved) -> String {
     };
     if parallel.tensor > 1 {
         text += &format!(", tp {}", parallel.tensor);
+    }
+    if parallel.context > 1 {
+        text += &format!(", cp {}", parallel.context);
     }
     if parallel.pipeline > 1 {
         text += &format!(", pp {} by {}", parallel.pipeline, parallel.schedule);

@@ -103,6 +103,7 @@ fn stages_and_split_products_are_priced_and_run_on_this_machine() {
     for (fixed, set, said) in [
         ("tp=2", "parallel.tensor_parallel_degree=2", ", tp 2"),
         ("pp=2", "parallel.pipeline_parallel_degree=2", ", pp 2 by "),
+        ("cp=2", "parallel.context_parallel_degree=2", ", cp 2"),
     ] {
         let shown = run(&folder, &["plan", "c.toml", "--fix", fixed, "--show", "1"]).ok().stdout;
         assert!(shown.contains(said) && shown.contains(&format!("  --set {set}\n")), "{shown}");
@@ -116,8 +117,8 @@ fn stages_and_split_products_are_priced_and_run_on_this_machine() {
         assert!(plan["predicted"]["time"]["step_s"].as_f64().unwrap() > 0.0, "{fixed}");
         std::fs::remove_dir_all(folder.join("runs")).unwrap();
     }
-    let refused = run(&folder, &["plan", "c.toml", "--fix", "cp=2"]);
-    assert!(refused.stderr.contains("the engine has no context parallelism (degree 2)"), "{}", refused.stderr);
+    let refused = run(&folder, &["plan", "c.toml", "--fix", "ep=2"]);
+    assert!(refused.stderr.contains("the engine has no expert parallelism (degree 2)"), "{}", refused.stderr);
 }
 
 /// The winner depends on the machine. In any case the contenders are tried, the winner is run, and
@@ -349,7 +350,7 @@ fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_th
     assert!(!plans.is_empty());
     assert!(plans.iter().all(|plan| plan["micro_batch_size"] == 2 && plan["recomputation"] == "full"));
     for (fixed, says) in [
-        (["--fix", "cp=2"], "the engine has no context parallelism (degree 2)"),
+        (["--fix", "ep=2"], "the engine has no expert parallelism (degree 2)"),
         (["--fix", "offload=true"], "memory.offload.optimizer=disk"),
         (["--precision", "bf16,f32"], "one format on this machine"),
     ] {

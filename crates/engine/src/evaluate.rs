@@ -80,7 +80,7 @@ pub fn evaluate_until(
     settings: EvaluationSettings,
     stops: &mut dyn FnMut(EvaluationProgress) -> Result<bool>,
 ) -> Result<Option<Evaluation>> {
-    let (index, ranks) = rank.data_place();
+    let (index, ranks) = rank.evaluation_place();
     let mut total = Evaluation::default();
     let mut left = settings.tokens_max.unwrap_or(u64::MAX);
     let all: u64 = texts.iter().map(|text| text.tokens().saturating_sub(1)).sum();
@@ -132,7 +132,7 @@ pub fn evaluate_until(
 fn loss_sum(rank: &Rank, batch: &MicroBatch) -> Result<f64> {
     let key = RandomKey::default();
     let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, key);
-    let batch = rank.model().batch(rank.device(), &slices(batch))?;
+    let batch = rank.inference_model().batch(rank.device(), &slices(batch))?;
     let mut cx = Forward::evaluation(&batch, Output::Loss { scale: 1.0 });
     match rank.forward(&mut tape, &mut cx)? {
         Some(loss) => Ok(f64::from(loss.tensor().to_scalar()?)),

@@ -191,7 +191,7 @@ impl Change {
             Change::ZeroStage(stage) => {
                 let parallel = &mut resolved.parallel;
                 if parallel.shard == 1 {
-                    (parallel.shard, parallel.replicate) = (parallel.ranks, 1);
+                    (parallel.shard, parallel.replicate) = (parallel.shard * parallel.replicate, 1);
                 }
                 parallel.zero_stage = stage;
             }

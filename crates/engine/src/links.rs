@@ -72,6 +72,8 @@ pub struct Links {
     pub(crate) pipeline: PipelineLinks,
     /// Link of the inner lane to the tensor-parallel group.
     pub(crate) tensor: Link,
+    /// Link of the inner lane to the context-parallel group.
+    pub(crate) context: Link,
     /// Communicator that reports this rank's failure to all others.
     pub(crate) alarm: Option<Communicator>,
     /// True if any link uses NCCL.
@@ -162,6 +164,7 @@ impl Maker<'_> {
         let stages = numbers.link("pipeline", "stages", group(Axis::Pipeline))?;
         let pipeline = PipelineLinks { send: stages.clone(), receive: stages };
         let tensor = self.tensor_link("inner")?;
+        let context = self.staged_nowhere().link("inner", "parts of sequences", group(Axis::Context))?;
         let alarm = world.map(|world| world.duplicate("alarm")).transpose()?;
         Ok(Links {
             gather,
@@ -169,6 +172,7 @@ impl Maker<'_> {
             compute,
             pipeline,
             tensor,
+            context,
             alarm,
             by_nccl: self.nccl.is_some(),
             positions: Arc::default(),

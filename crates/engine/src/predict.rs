@@ -51,7 +51,7 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let graph = settings.graphs && rank::stretch(program).is_ok();
     let _kept = graph.then(|| rank::kept(&device, shape, program.micro_batches)).transpose()?;
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
-    rank.execute(program, step, |device, _| Ok(shape.batch(device)?), |_, _| Ok(()))?;
+    rank.execute(program, step, |device, model| Ok(shape.batch_of(device, model.context_split())?), |_, _| Ok(()))?;
     let copy = snapshot::bytes_copied(&rank)?;
     let cost = device.take_profile().total();
     let (memory, host_memory) = (device.pool().usage(), rank.host_memory());

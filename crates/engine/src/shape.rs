@@ -14,7 +14,7 @@ use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::{
-    Activation, BatchShape, Family, Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Unit,
+    Activation, BatchShape, Chunks, ContextSplit, Family, Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Unit,
     Value, hf,
 };
 use trainyard_program::{
@@ -28,13 +28,13 @@ use trainyard_tensor::DType;
 pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
     let spec = unchecked_spec(resolved)?;
     if fp8(resolved).is_some() {
-        let rows = resolved.batch.micro * resolved.sequence_length;
+        let rows = resolved.batch.micro * resolved.sequence_length / resolved.parallel.context;
         check_sizes(&[
             ("model.dim", spec.dim),
             ("model.heads x model.head_dim", spec.heads * spec.head_dim),
             ("queries, keys and values", spec.qkv_dim()),
             ("model.ffn_dim", spec.ffn_dim),
-            ("training.micro_batch_size x training.sequence_length", rows),
+            ("a rank's tokens of a micro-batch", rows),
         ])?;
         check_parts(resolved, &spec)?;
     }
@@ -50,7 +50,8 @@ fn check_parts(resolved: &Resolved, spec: &ModelSpec) -> Result<()> {
     }
     let one_block = ModelSpec { layers: 1, ..spec.clone() };
     for rank in 0..ranks {
-        let model = split(one_block.clone(), TensorSplit { rank, ranks, sequence: resolved.parallel.sequence })?;
+        let place = TensorSplit { rank, ranks, sequence: resolved.parallel.sequence };
+        let model = split(one_block.clone(), place, ContextSplit::WHOLE)?;
         let sides = model.parameters().filter(|(id, _)| layers(&model).contains(id)).flat_map(|(_, spec)| {
             let name = format!("part {rank} of {ranks} (parallel.tensor_parallel_degree) of {}", spec.name);
             spec.shape.iter().map(move |side| (name.clone(), *side)).collect::<Vec<_>>()
@@ -205,7 +206,7 @@ const POLICIES: [Policy; 3] = [Policy::Everything, Policy::Selective, Policy::No
 /// The model as the lowering needs it, with the bytes that each unit keeps under each policy. Of a
 /// split model these are the sizes of one rank's part.
 pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<ModelShape> {
-    let mut units = match model.tensor_split().ranks {
+    let mut units = match model.tensor_split().ranks * model.context_split().ranks {
         1 => whole_units(model, batch, dtype)?,
         _ => split_units(model, batch, dtype)?,
     };
@@ -267,6 +268,7 @@ fn split_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<Un
         let value = |(value, bytes): (&Value, &usize)| ValueShape {
             name: value.name.to_owned(),
             layout: value.layout,
+            context: value.context,
             bytes: *bytes as u64,
         };
         let segments: Vec<SegmentShape> = inside.segments.iter().enumerate().map(segment).collect();
@@ -299,17 +301,25 @@ pub fn tensor_split(resolved: &Resolved, rank: u32) -> TensorSplit {
     TensorSplit { rank, ranks: parallel.tensor, sequence: parallel.sequence }
 }
 
+/// The part of every sequence that a rank has.
+pub fn context_split(resolved: &Resolved, rank: u32) -> ContextSplit {
+    let parallel = &resolved.parallel;
+    let chunks = if parallel.balanced { Chunks::Zigzag } else { Chunks::Contiguous };
+    let rank = mesh(resolved).coordinates(rank).cp as usize;
+    ContextSplit { rank, ranks: parallel.context, length: resolved.sequence_length, chunks }
+}
+
 /// The model of a rank: all units, or its parts of them.
 ///
 /// # Errors
 /// A model that cannot be divided among the ranks.
 pub fn model_of(resolved: &Resolved, spec: ModelSpec, rank: u32) -> Result<Model> {
-    split(spec, tensor_split(resolved, rank))
+    split(spec, tensor_split(resolved, rank), context_split(resolved, rank))
 }
 
 /// One rank's part of a model. An error names the key that asks for parts.
-fn split(spec: ModelSpec, split: TensorSplit) -> Result<Model> {
-    Model::split(spec, split).map_err(|error| match error {
+fn split(spec: ModelSpec, split: TensorSplit, context: ContextSplit) -> Result<Model> {
+    Model::split_over(spec, split, context).map_err(|error| match error {
         ModelError::Split(problem) => {
             does_not_fit(format!("parallel.tensor_parallel_degree = {}: {problem}", split.ranks))
         }
@@ -322,6 +332,7 @@ pub fn mesh(resolved: &Resolved) -> Mesh {
     let parallel = &resolved.parallel;
     Mesh {
         pp: parallel.pipeline as u32,
+        cp: parallel.context as u32,
         tp: parallel.tensor as u32,
         ..Mesh::data(parallel.replicate as u32, parallel.shard as u32)
     }

@@ -148,6 +148,9 @@ impl Writes {
     fn of(rank: &Rank) -> Writes {
         let (replica, replicas) = rank.replica();
         let holding = rank.parameters.holding();
+        // Ranks that divide sequences and shard nothing hold copies of each other too.
+        let (copy, copies) = holding.copy();
+        let (replica, replicas) = (replica * copies + copy, replicas * copies);
         let of_lower_stages = BTreeSet::clone(&holding.of_lower_stages);
         Writes { replica, replicas, first_of_tensor_group: holding.tensor == 0, of_lower_stages }
     }
@@ -205,7 +208,11 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
         }
     }
     let (replica, _) = if rank.is_apart() { rank.replica() } else { (0, 1) };
-    let of_own = if rank.is_apart() { Writes { replica: 0, replicas: 1, ..writes.clone() } } else { writes.clone() };
+    let (copy, copies_of_each) = rank.parameters.holding().copy();
+    let of_own = match rank.is_apart() {
+        true => Writes { replica: copy, replicas: copies_of_each, ..writes.clone() },
+        false => writes.clone(),
+    };
     let (mut optimizer, mut replicas) = (Vec::new(), Vec::new());
     for StateTensor { part, stored } in optimizer_tensors(rank)? {
         let (spec, elements) = divided_like(rank, &part)?;

@@ -4,8 +4,10 @@
 //! each, `[0, …, m]`, and attention stays within them. There is no padding and no mask, so unequal
 //! lengths cost nothing.
 
+use crate::split::ContextSplit;
 use crate::{ModelError, Result};
-use trainyard_tensor::ops::Segments;
+use std::ops::Range;
+use trainyard_tensor::ops::{ContextSegments, Segments};
 use trainyard_tensor::{Device, Purpose, Tensor};
 
 /// The target of a token that does not count in the loss.
@@ -24,21 +26,32 @@ pub struct BatchSlices<'a> {
     pub cu_seqlens: &'a [i32],
 }
 
-/// A micro-batch on the device; its memory counts as [`Purpose::Data`].
+/// A micro-batch on the device, or this rank's part of one; its memory counts as [`Purpose::Data`].
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// i32 [m].
+    /// i32 [m], or as many as this rank has of them.
     pub tokens: Tensor,
     /// i32 [m].
     pub targets: Option<Tensor>,
     /// i32 [m].
     pub positions: Tensor,
-    /// The starts of sequences, on the host.
+    /// The starts of sequences in the whole micro-batch, on the host.
     pub segments: Segments,
     /// The number of targets that count.
     pub counted: usize,
     /// One more than the largest position.
     pub positions_end: usize,
+    /// The part of the micro-batch that is here, if ranks of a context-parallel group divide it.
+    pub part: Option<BatchPart>,
+}
+
+/// A rank's part of a micro-batch that the ranks of a context-parallel group divide.
+#[derive(Clone, Debug)]
+pub struct BatchPart {
+    /// Its rows of the micro-batch, in the order of the batch's tensors.
+    pub rows: Vec<Range<usize>>,
+    /// The keys that its queries see.
+    pub keys: ContextSegments,
 }
 
 impl Batch {
@@ -49,6 +62,21 @@ impl Batch {
         slices: &BatchSlices<'_>,
         vocab_size: usize,
         positions_max: Option<usize>,
+    ) -> Result<Batch> {
+        Batch::of_part(device, slices, vocab_size, positions_max, ContextSplit::WHOLE)
+    }
+
+    /// As [`Batch::new`], and copies the part of one rank of a context-parallel group. `slices` is
+    /// the whole micro-batch.
+    ///
+    /// # Errors
+    /// As [`Batch::new`], and rows that cannot be divided.
+    pub fn of_part(
+        device: &Device,
+        slices: &BatchSlices<'_>,
+        vocab_size: usize,
+        positions_max: Option<usize>,
+        context: ContextSplit,
     ) -> Result<Batch> {
         let BatchSlices { tokens, targets, positions, cu_seqlens } = *slices;
         let m = tokens.len();
@@ -85,15 +113,47 @@ impl Batch {
         if let Some(limit) = positions_max.filter(|limit| last as usize >= *limit) {
             return fail(format!("position {last} in a model with {limit} positions: use shorter sequences"));
         }
+        let segments = Segments::new(cu_seqlens)?;
+        if context.ranks > 1 {
+            let rows = context.rows_of(context.rank, m)?;
+            let keys = ContextSegments::new(cu_seqlens, &rows, context.gathered(m)?)?;
+            let put = |data: &[i32]| {
+                let own: Vec<i32> = rows.iter().flat_map(|rows| &data[rows.clone()]).copied().collect();
+                device.tensor([own.len()], &own, Purpose::Data)
+            };
+            let own = |of: &[i32]| rows.iter().flat_map(|rows| &of[rows.clone()]).filter(|id| **id != IGNORED).count();
+            return Ok(Batch {
+                tokens: put(tokens)?,
+                targets: targets.map(put).transpose()?,
+                positions: put(positions)?,
+                segments,
+                counted: targets.map_or(0, own),
+                positions_end: last as usize + 1,
+                part: Some(BatchPart { rows, keys }),
+            });
+        }
         let put = |data: &[i32]| device.tensor([data.len()], data, Purpose::Data);
         Ok(Batch {
             tokens: put(tokens)?,
             targets: targets.map(put).transpose()?,
             positions: put(positions)?,
-            segments: Segments::new(cu_seqlens)?,
+            segments,
             counted,
             positions_end: last as usize + 1,
+            part: None,
         })
+    }
+
+    /// The rows of the micro-batch that rows `here` of this batch's tensors are.
+    pub fn rows_of(&self, here: &Range<usize>) -> Vec<Range<usize>> {
+        let Some(part) = &self.part else { return std::iter::once(here.clone()).collect() };
+        let mut at = 0;
+        let within = |rows: &Range<usize>| {
+            let [start, end] = [here.start, here.end].map(|row| row.clamp(at, at + rows.len()) - at);
+            at += rows.len();
+            (start < end).then(|| rows.start + start..rows.start + end)
+        };
+        part.rows.iter().filter_map(within).collect()
     }
 
     /// Overwrites the device tensors of this batch, in place, with those of `other`, which has as
@@ -115,7 +175,7 @@ impl Batch {
         Ok(())
     }
 
-    /// The number of tokens, m.
+    /// The number of tokens that are here.
     pub fn len(&self) -> usize {
         self.tokens.elements()
     }
@@ -146,6 +206,14 @@ impl BatchShape {
 
     /// A batch of this shape in which every token is 0, with targets.
     pub fn batch(&self, device: &Device) -> Result<Batch> {
+        self.batch_of(device, ContextSplit::WHOLE)
+    }
+
+    /// The part of such a batch that one rank of a context-parallel group has.
+    ///
+    /// # Errors
+    /// Rows that cannot be divided.
+    pub fn batch_of(&self, device: &Device, context: ContextSplit) -> Result<Batch> {
         let tokens = vec![0; self.tokens()];
         let positions: Vec<i32> = self.sequences.iter().flat_map(|length| 0..*length as i32).collect();
         let mut cu_seqlens = vec![0];
@@ -156,7 +224,7 @@ impl BatchShape {
         }
         let slices =
             BatchSlices { tokens: &tokens, targets: Some(&tokens), positions: &positions, cu_seqlens: &cu_seqlens };
-        Batch::new(device, &slices, 1, None)
+        Batch::of_part(device, &slices, 1, None, context)
     }
 }
 

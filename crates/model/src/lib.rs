@@ -33,7 +33,7 @@ pub mod unit;
 pub mod units;
 pub mod weights;
 
-pub use batch::{Batch, BatchShape, BatchSlices, IGNORED};
+pub use batch::{Batch, BatchPart, BatchShape, BatchSlices, IGNORED};
 pub use cache::KvCache;
 pub use error::{ModelError, Result};
 pub use init::initialise;
@@ -42,5 +42,5 @@ pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, Un
 pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
 pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};
-pub use split::TensorSplit;
+pub use split::{Chunks, ContextSplit, TensorSplit};
 pub use unit::{Exchange, Forward, Output, Segment, Segments, Unit, Value};

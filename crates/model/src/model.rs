@@ -6,7 +6,7 @@ use crate::init::initialise;
 use crate::parameter::{ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
 use crate::spec::ModelSpec;
-use crate::split::{Division, TensorSplit};
+use crate::split::{ContextSplit, Division, TensorSplit};
 use crate::unit::{Forward, Unit};
 use crate::units::{Block, Embedding, Head};
 use crate::{ModelError, Result};
@@ -21,6 +21,7 @@ pub struct Model {
     spec: Option<ModelSpec>,
     /// The shares of the ranks of a tensor-parallel group; None if units are whole.
     division: Option<Division>,
+    context: ContextSplit,
     units: Vec<Box<dyn Unit>>,
     vocab_size: usize,
     positions_max: Option<usize>,
@@ -38,6 +39,15 @@ impl Model {
     /// # Errors
     /// A description that no model can follow; a degree that leaves ranks without work.
     pub fn split(spec: ModelSpec, split: TensorSplit) -> Result<Model> {
+        Model::split_over(spec, split, ContextSplit::WHOLE)
+    }
+
+    /// The units of one rank of a tensor-parallel group and of a context-parallel group. A group of
+    /// one rank divides nothing.
+    ///
+    /// # Errors
+    /// As [`Model::split`].
+    pub fn split_over(spec: ModelSpec, split: TensorSplit, context: ContextSplit) -> Result<Model> {
         spec.validate()?;
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let rope = RopeTables::new(&spec).map(Arc::new);
@@ -48,16 +58,21 @@ impl Model {
             blocks = blocks.into_iter().map(|block| block.split(division)).collect::<Result<_>>()?;
             head = head.split(division)?;
         }
+        if context.ranks > 1 {
+            embedding = embedding.on_rows();
+            blocks = blocks.into_iter().map(Block::on_rows).collect();
+            head = head.on_rows();
+        }
         let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
         units.extend(blocks.into_iter().map(|block| Box::new(block) as Box<dyn Unit>));
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
-        Ok(Model { spec: Some(spec), division, units, vocab_size, positions_max })
+        Ok(Model { spec: Some(spec), division, context, units, vocab_size, positions_max })
     }
 
     /// A model of the caller's own units. `vocab_size` bounds tokens and targets.
     pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
-        let model = Model { spec: None, division: None, units, vocab_size, positions_max: None };
+        let model = Model { spec: None, division: None, context: ContextSplit::WHOLE, units, vocab_size, positions_max: None };
         model.check_units()?;
         Ok(model)
     }
@@ -91,6 +106,11 @@ impl Model {
     /// The place of the rank whose units these are in its tensor-parallel group.
     pub fn tensor_split(&self) -> TensorSplit {
         self.division.as_ref().map_or(TensorSplit::WHOLE, Division::split)
+    }
+
+    /// The place of the rank whose units these are in its context-parallel group.
+    pub fn context_split(&self) -> ContextSplit {
+        self.context
     }
 
     /// An empty cache of `capacity` tokens for this rank's keys and values.
@@ -144,9 +164,10 @@ impl Model {
         UnitLayout::new(self.units[unit].parameters(), shards)
     }
 
-    /// Checks a batch against this model's vocabulary and positions and copies it to the device.
+    /// Checks a batch against this model's vocabulary and positions and copies it to the device: all
+    /// of it, or the part of this rank of a context-parallel group.
     pub fn batch(&self, device: &Device, slices: &BatchSlices<'_>) -> Result<Batch> {
-        Batch::new(device, slices, self.vocab_size, self.positions_max)
+        Batch::of_part(device, slices, self.vocab_size, self.positions_max, self.context)
     }
 
     /// A batch of sequences of equal `length`, one after another in `tokens` and `targets`.

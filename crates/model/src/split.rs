@@ -1,3 +1,5 @@
+//! Tensor and context parallelism.
+//!
 //! Tensor parallelism (Shoeybi et al. 2019): the units of one rank of a group that computes every
 //! unit together. With `sequence`, the rows of the residual stream are divided among the ranks too
 //! (Korthikanti et al. 2022).
@@ -58,6 +60,75 @@ impl TensorSplit {
         }
         let rows = tokens / self.ranks;
         Ok(self.rank * rows..(self.rank + 1) * rows)
+    }
+}
+
+/// The place of a rank in a context-parallel group, whose ranks divide each sequence.
+///
+/// A sequence of `length` tokens is cut into `2 ranks` chunks, and each rank has two of them. With
+/// causal attention a late chunk costs more than an early one. Zigzag gives rank r chunks r and
+/// `2 ranks - 1 - r`, so all have the same work (Brandon et al. 2023, "Striped Attention"; the
+/// two-chunk form is Megatron-LM's). A rank's rows of a micro-batch are its first chunk of every
+/// sequence, then its second of every sequence.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ContextSplit {
+    /// The rank, from 0.
+    pub rank: usize,
+    /// The number of ranks in the group; 1 divides nothing.
+    pub ranks: usize,
+    /// Tokens of a sequence: of a row of a micro-batch.
+    pub length: usize,
+    /// The chunks that ranks have.
+    pub chunks: Chunks,
+}
+
+/// The chunks of a sequence that a rank of a context-parallel group has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Chunks {
+    /// An early and a late one, so that all ranks have equal work under a causal mask.
+    #[default]
+    Zigzag,
+    /// Two neighbours: the last rank has the most work.
+    Contiguous,
+}
+
+impl ContextSplit {
+    /// The one rank of a group of one.
+    pub const WHOLE: ContextSplit = ContextSplit { rank: 0, ranks: 1, length: 1, chunks: Chunks::Zigzag };
+
+    /// The rows of a micro-batch of `tokens` tokens that rank `rank` has, in its order.
+    ///
+    /// # Errors
+    /// Sequences that cannot be cut into equal chunks.
+    pub fn rows_of(&self, rank: usize, tokens: usize) -> Result<Vec<Range<usize>>> {
+        let ContextSplit { ranks, length, chunks, .. } = *self;
+        if ranks == 1 {
+            return Ok(std::iter::once(0..tokens).collect());
+        }
+        let each = 2 * ranks;
+        if length == 0 || !length.is_multiple_of(each) || !tokens.is_multiple_of(length) {
+            return Err(ModelError::Split(format!(
+                "a micro-batch of {tokens} tokens is not rows of {length} tokens that {ranks} ranks can divide: each \
+                 is cut into {each} equal chunks, so make the sequence length a multiple of {each}"
+            )));
+        }
+        let chunk = length / each;
+        let own = match chunks {
+            Chunks::Zigzag => [rank, each - 1 - rank],
+            Chunks::Contiguous => [2 * rank, 2 * rank + 1],
+        };
+        let rows = |chunk_of: usize| {
+            (0..tokens / length).map(move |row| row * length + chunk_of * chunk).map(move |start| start..start + chunk)
+        };
+        Ok(own.into_iter().flat_map(rows).collect())
+    }
+
+    /// The rows of a micro-batch in the order in which the ranks' parts are gathered.
+    ///
+    /// # Errors
+    /// As [`ContextSplit::rows_of`].
+    pub fn gathered(&self, tokens: usize) -> Result<Vec<Range<usize>>> {
+        Ok((0..self.ranks).map(|rank| self.rows_of(rank, tokens)).collect::<Result<Vec<_>>>()?.concat())
     }
 }
 

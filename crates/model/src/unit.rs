@@ -10,7 +10,7 @@
 use crate::cache::KvCache;
 use crate::{Batch, ModelError, ParameterSpec, Result};
 use trainyard_autograd::{ParamId, Tape, Var};
-use trainyard_program::Layout;
+use trainyard_program::{Axis, Change, Layout};
 use trainyard_tensor::Tensor;
 
 /// The result of the last unit.
@@ -115,11 +115,11 @@ pub trait Unit: Send + Sync {
     }
 }
 
-/// A unit whose compute is split over the ranks of a tensor-parallel group, as a chain of segments.
-/// A segment is local compute on named values; between two segments ranks exchange.
+/// A unit whose compute is split over the ranks of a tensor-parallel group, of a context-parallel
+/// group, or of both, as a chain of segments. A segment is local compute on named values; between two segments ranks exchange.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Segments {
-    /// The values that segments take and give, and their layouts over the group. The last one is
+    /// The values that segments take and give, and their layouts over the groups. The last one is
     /// the unit's output.
     pub values: Vec<Value>,
     /// The value that is the unit's input; None for the first unit of a model.
@@ -136,8 +136,59 @@ pub struct Segments {
 pub struct Value {
     /// Its name in prints.
     pub name: &'static str,
-    /// Its layout over the ranks of the group. Split values are split along their rows.
+    /// Its layout over the ranks of the tensor-parallel group. Split values are split along their
+    /// rows.
     pub layout: Layout,
+    /// The same over the ranks of the context-parallel group.
+    pub context: Layout,
+}
+
+impl Value {
+    /// A value of this layout over the tensor-parallel group, in a unit that no context-parallel
+    /// group divides.
+    pub const fn new(name: &'static str, layout: Layout) -> Value {
+        Value { name, layout, context: Layout::Invariant }
+    }
+
+    /// Its layout over the ranks of an axis inside units: tensor or context.
+    pub fn over(&self, axis: Axis) -> Layout {
+        if axis == Axis::Context { self.context } else { self.layout }
+    }
+}
+
+impl Segments {
+    /// The segments of a unit of which ranks of a context-parallel group have their rows: all
+    /// values are split over that group.
+    pub fn on_rows(mut self) -> Segments {
+        self.values.iter_mut().for_each(|value| value.context = Layout::Split);
+        self
+    }
+
+    /// The one segment of a unit that computes on the rank's rows alone. `input` is false for the
+    /// first unit.
+    pub fn whole(input: bool) -> Segments {
+        let names: &[&'static str] = if input { &["x", "y"] } else { &["x"] };
+        let output = names.len() - 1;
+        Segments {
+            values: names.iter().map(|name| Value::new(name, Layout::Invariant)).collect(),
+            input: input.then_some(0),
+            segments: vec![Segment {
+                name: "all",
+                takes: (0..output).collect(),
+                gives: vec![output],
+                differentiable: true,
+            }],
+            exchanges: Vec::new(),
+        }
+    }
+
+    /// The axis over which an exchange changes its value's layout, and the change; None if no
+    /// collective makes it.
+    pub fn change(&self, exchange: Exchange) -> (Axis, Option<Change>) {
+        let [from, to] = [exchange.from, exchange.to].map(|value| &self.values[value]);
+        let axis = if from.context == to.context { Axis::Tensor } else { Axis::Context };
+        (axis, Change::between(from.over(axis), to.over(axis)))
+    }
 }
 
 /// A stretch of a unit in which ranks exchange nothing.

@@ -178,8 +178,8 @@ fn contradictions(request: &Request, devices: u32) -> Vec<String> {
         ep: degree(fixed.ep),
         ..Mesh::default()
     };
-    if fixed.runnable && !runnable(&mesh).is_yes() {
-        said.push(format!("{}: plan without --runnable", runnable(&mesh)));
+    if fixed.runnable && !runnable(&mesh, true).is_yes() {
+        said.push(format!("{}: plan without --runnable", runnable(&mesh, true)));
     }
     said
 }

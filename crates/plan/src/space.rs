@@ -164,7 +164,7 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                             && allowed(fixed.dp_shard, mesh.dp_shard)
                             && allowed(fixed.ep, mesh.ep)
                             && (dp_shard * cp).is_multiple_of(ep)
-                            && (!fixed.runnable || runnable(&mesh).is_yes())
+                            && (!fixed.runnable || runnable(&mesh, true).is_yes())
                             && fixed.rules.as_ref().is_none_or(|rules| rules.allows(&mesh));
                         if wanted {
                             all.push(mesh);

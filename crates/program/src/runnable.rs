@@ -22,10 +22,11 @@ impl Runnable {
     }
 }
 
-/// Lists what the engine lacks to run on `mesh`. A mesh that does not divide the model (heads, for
+/// Lists what the engine lacks to run on `mesh`, of GPUs or of processors. A mesh that does not divide the model (heads, for
 /// one) is refused by the model instead.
-pub fn runnable(mesh: &Mesh) -> Runnable {
-    let degrees = [(mesh.cp, "context parallelism"), (mesh.ep, "expert parallelism")];
+pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
+    let context = if on_gpus { mesh.cp } else { 1 };
+    let degrees = [(context, "context parallelism on GPUs"), (mesh.ep, "expert parallelism")];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
     let lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
     if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }

@@ -1,5 +1,5 @@
-//! The passes of units that are split over a tensor-parallel group: segments on the compute lane,
-//! and between them exchanges on the inner lane.
+//! The passes of units that are split over a tensor-parallel or a context-parallel group: segments on
+//! the compute lane, and between them exchanges on the inner lane.
 //!
 //! A backward segment whose input's gradient must be exchanged comes in two halves: the gradient of
 //! the input, the exchange, and the gradients of the weights while the exchange is under way. If
@@ -7,7 +7,7 @@
 
 use crate::lower::Lowering;
 use crate::passes::Pass;
-use crate::{Action, Axis, BackwardPart, Instruction, Keep, MemoryKind, Phase, SplitShape};
+use crate::{Action, BackwardPart, Instruction, Keep, MemoryKind, Phase, SplitShape};
 
 /// The facts about a pass that do not depend on its segments.
 pub(crate) struct Around {
@@ -172,7 +172,7 @@ impl Lowering<'_> {
             }
             Step::Exchange { border, phase } => {
                 let Some(collective) = split.collective(border, phase) else { return 0 };
-                let axis = Axis::Tensor;
+                let axis = split.axis(border);
                 let action = Action::Exchange { collective, axis, unit, micro_batch, phase, border, times: 1 };
                 Instruction::new(action).moving(split.border_bytes(border))
             }

@@ -100,7 +100,7 @@ impl<'a> Sizes<'a> {
         self.saved_under(unit, Keep::Everything)
     }
 
-    /// The inside of a unit that is split over the tensor-parallel group.
+    /// The inside of a unit that is split over the tensor-parallel or the context-parallel group.
     pub fn split(&self, unit: u32) -> Option<&'a SplitShape> {
         self.model.units[unit as usize].split.as_ref()
     }
@@ -123,8 +123,10 @@ impl<'a> Sizes<'a> {
     }
 
     /// Bytes of a unit's output for the rank's part of the sequence.
+    /// That of a split unit is what the rank holds.
     pub fn output_bytes(&self, unit: u32) -> u64 {
-        self.model.units[unit as usize].output_bytes / u64::from(self.mesh.cp)
+        let parts = if self.split(unit).is_some() { 1 } else { u64::from(self.mesh.cp) };
+        self.model.units[unit as usize].output_bytes / parts
     }
 
     /// Bytes of an output between pipeline stages: split along the sequence where the residual is.
@@ -143,10 +145,10 @@ impl<'a> Sizes<'a> {
     }
 
     /// Bytes that the norm holds: its partial sums over `units`, one f64 per chunk, and a loss per
-    /// micro-batch of the step.
+    /// micro-batch of the step and part of the sequence.
     pub fn norm(&self, units: &[u32]) -> u64 {
         let chunks: u64 = units.iter().map(|unit| self.full(*unit, 1) / SHARD_QUANTUM).sum();
-        8 * (chunks + u64::from(self.mesh.data_parallel() * self.strategy.accumulation_steps))
+        8 * (chunks + u64::from(self.mesh.data_parallel() * self.mesh.cp * self.strategy.accumulation_steps))
     }
 
     /// True if the norm takes several ranks. Replicas that train apart have one each.

@@ -1,15 +1,16 @@
-//! The inside of a unit that is split over a tensor-parallel group: a chain of segments, the values
-//! between them, and the borders at which a value changes its layout.
+//! The inside of a unit that is split over a tensor-parallel or a context-parallel group, or over
+//! both: a chain of segments, the values between them, and the borders at which a value changes its
+//! layout over one of the two.
 //!
 //! A segment is local compute. A border whose two layouts differ by a collective is an instruction
 //! of its own ([`Action::Exchange`](crate::Action::Exchange)), in forward and in backward, so
 //! nothing that ranks exchange hides in an instruction of the compute lane.
 
-use crate::{Change, Collective, Keep, Layout, Phase};
+use crate::{Axis, Change, Collective, Keep, Layout, Phase};
 use serde::{Deserialize, Serialize};
 
-/// The inside of a unit that is split over the ranks of a tensor-parallel group. Sizes are those of
-/// one rank.
+/// The inside of a unit that is split over the ranks of a tensor-parallel group, of a
+/// context-parallel group, or of both. Sizes are those of one rank.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct SplitShape {
     /// The values that segments take and give. The last one is the unit's output.
@@ -20,8 +21,8 @@ pub struct SplitShape {
     pub segments: Vec<SegmentShape>,
     /// The borders, in the order of forward.
     pub borders: Vec<Border>,
-    /// Number of elements of the unit's gradient of which every rank of the group computes a part,
-    /// so that they are summed over the group. It is the same number on every rank. Norms under
+    /// Number of elements of the unit's gradient of which every rank of the tensor-parallel group
+    /// computes a part, so that they are summed over the group. It is the same number on every rank. Norms under
     /// sequence parallelism have such gradients, and key and value heads that ranks share.
     pub shared_gradient_elements: u64,
 }
@@ -31,8 +32,12 @@ pub struct SplitShape {
 pub struct ValueShape {
     /// Name, for prints.
     pub name: String,
-    /// Its layout over the ranks of the group.
+    /// Its layout over the ranks of the tensor-parallel group.
     pub layout: Layout,
+    /// Its layout over the ranks of the context-parallel group. Split values hold the rank's part
+    /// of the sequence.
+    #[serde(default)]
+    pub context: Layout,
     /// Bytes that one rank holds of it.
     pub bytes: u64,
 }
@@ -59,6 +64,13 @@ pub struct Border {
     pub from: u32,
     /// Index of the same value in its new layout.
     pub to: u32,
+}
+
+impl ValueShape {
+    /// Its layout over the ranks of an axis inside units: tensor or context.
+    pub fn over(&self, axis: Axis) -> Layout {
+        if axis == Axis::Context { self.context } else { self.layout }
+    }
 }
 
 impl SplitShape {
@@ -108,11 +120,25 @@ impl SplitShape {
         }
     }
 
+    /// The axis over which a border changes its value's layout. A border that changes nothing
+    /// belongs to the tensor axis.
+    pub fn axis(&self, border: u32) -> Axis {
+        let Border { from, to } = self.borders[border as usize];
+        let [from, to] = [from, to].map(|value| self.values[value as usize].context);
+        if from == to { Axis::Tensor } else { Axis::Context }
+    }
+
+    /// The layouts over a border's axis of its value before and after.
+    pub fn layouts(&self, border: u32) -> [Layout; 2] {
+        let (axis, Border { from, to }) = (self.axis(border), self.borders[border as usize]);
+        [from, to].map(|value| self.values[value as usize].over(axis))
+    }
+
     /// The work of a border in a phase; None if nothing flows there in backward, or if no
     /// collective makes this change.
     pub fn change(&self, border: u32, phase: Phase) -> Option<Change> {
-        let Border { from, to } = *self.borders.get(border as usize)?;
-        let [from_layout, to_layout] = [from, to].map(|value| self.values[value as usize].layout);
+        let Border { to, .. } = *self.borders.get(border as usize)?;
+        let [from_layout, to_layout] = self.layouts(border);
         match phase {
             Phase::Forward => Change::between(from_layout, to_layout),
             Phase::Backward if !self.has_gradient(to) => None,
@@ -133,7 +159,7 @@ impl SplitShape {
     pub fn border_bytes(&self, border: u32) -> u64 {
         let Border { from, to } = self.borders[border as usize];
         let [from, to] = [from, to].map(|value| &self.values[value as usize]);
-        if from.layout == Layout::Split { to.bytes } else { from.bytes }
+        if from.over(self.axis(border)) == Layout::Split { to.bytes } else { from.bytes }
     }
 
     /// The borders after a segment: those whose first value the segment makes. With None, those
@@ -189,6 +215,13 @@ impl SplitShape {
             let taken = self.segments.iter().any(|segment| segment.takes.contains(&value));
             if leaving > 1 || leaving == 1 && taken {
                 return Some(format!("value {name} changes its layout, and is used as it was too"));
+            }
+            let crosses = self.borders.iter().find(|border| {
+                let [from, to] = [border.from, border.to].map(|value| &self.values[value as usize]);
+                border.to == value && from.layout != to.layout && from.context != to.context
+            });
+            if crosses.is_some() {
+                return Some(format!("value {name} changes its layout over two axes at once"));
             }
             let chained = self.borders.iter().any(|border| border.to == value) && leaving > 0;
             if chained {

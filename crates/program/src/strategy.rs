@@ -1,7 +1,7 @@
 //! The input of a lowering: the model's units, the strategy, and the placement of state that
 //! follows from them.
 
-use crate::{Axis, Encoding, Keep, Mesh, PipelineSchedule, Schedule, SplitShape};
+use crate::{Axis, Encoding, Keep, Layout, Mesh, PipelineSchedule, Schedule, SplitShape};
 use serde::{Deserialize, Serialize};
 
 /// Number of elements in a chunk over which gradient norms are summed. Every shard is a whole
@@ -457,7 +457,7 @@ pub enum StrategyError {
     },
     /// Some units are split and others are not, or there are no ranks to split them over.
     #[error(
-        "{split} of {units} units are split over {tensor} tensor-parallel ranks: give all units split over several ranks, or none"
+        "{split} of {units} units are split over {ranks} tensor- and context-parallel ranks: give all units split over several ranks, or none"
     )]
     SplitInPart {
         /// Number of split units.
@@ -465,7 +465,7 @@ pub enum StrategyError {
         /// Number of units.
         units: usize,
         /// Tensor-parallel degree.
-        tensor: u32,
+        ranks: u32,
     },
     /// Split units are combined with an axis whose exchanges are not between segments yet.
     #[error("split units know no {0} parallelism: leave it at degree 1")]
@@ -557,11 +557,15 @@ fn validate_splits(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Resu
     if split == 0 {
         return Ok(());
     }
-    if split < units || mesh.tp == 1 {
-        return Err(StrategyError::SplitInPart { split, units, tensor: mesh.tp });
+    if split < units || mesh.tp * mesh.cp == 1 {
+        return Err(StrategyError::SplitInPart { split, units, ranks: mesh.tp * mesh.cp });
     }
-    if let Some((_, axis)) = [(mesh.cp, "context"), (mesh.ep, "expert")].into_iter().find(|(degree, _)| *degree > 1) {
-        return Err(StrategyError::SplitWith(axis));
+    let on_rows = |split: &SplitShape| split.values.iter().any(|value| value.context != Layout::Invariant);
+    if mesh.cp > 1 && !model.units.iter().filter_map(|unit| unit.split.as_ref()).all(on_rows) {
+        return Err(StrategyError::SplitWith("context"));
+    }
+    if mesh.ep > 1 {
+        return Err(StrategyError::SplitWith("expert"));
     }
     for (unit, split) in model.units.iter().filter_map(|unit| Some((unit, unit.split.as_ref()?))) {
         if let Some(problem) = split.fault() {

@@ -24,6 +24,12 @@ enum Base {
     Stages,
     /// The same with backwards in two halves.
     Halves,
+    /// Context degree 2, two replicas of two shards, ZeRO-1.
+    Context,
+    /// The same with nothing sharded.
+    Copies,
+    /// Context and tensor degree 2, sequence parallelism, two shards.
+    Both,
 }
 
 fn programs(base: Base) -> Vec<Program> {
@@ -32,11 +38,17 @@ fn programs(base: Base) -> Vec<Program> {
     let mesh = match base {
         Base::Sequence | Base::Tensor => Mesh { tp: 2, dp_shard: 2, dp_replicate: 2, ..Mesh::default() },
         Base::Stages | Base::Halves => Mesh { tp: 2, dp_shard: 2, pp: 2, ..Mesh::default() },
+        Base::Context => Mesh { cp: 2, dp_shard: 2, dp_replicate: 2, ..Mesh::default() },
+        Base::Copies => Mesh { cp: 2, dp_replicate: 2, ..Mesh::default() },
+        Base::Both => Mesh { cp: 2, tp: 2, dp_shard: 2, ..Mesh::default() },
     };
     if base == Base::Halves {
         strategy.pipeline = PipelineSchedule::ZeroBubble.into();
     }
-    let shapes = split::group(2, 2, base != Base::Tensor, true);
+    if base == Base::Copies {
+        strategy.zero_stage = 0;
+    }
+    let shapes = split::group(2, mesh.tp, mesh.cp, base != Base::Tensor, true);
     lower_all(|tp| &shapes[tp as usize], &mesh, &strategy).unwrap()
 }
 
@@ -195,6 +207,27 @@ impl Mutants {
             for (value, layout) in layouts {
                 let values = &mut program.splits[at].values;
                 values.iter_mut().find(|of| of.name == *value).unwrap().layout = *layout;
+            }
+        });
+    }
+}
+
+impl Mutants {
+    /// Changes the declared layout over the context axis of values of all ranks' units of this
+    /// name.
+    fn declare_context(
+        &mut self,
+        base: Base,
+        name: &str,
+        reason: (&'static str, &'static str),
+        unit: &'static str,
+        layouts: &'static [(&'static str, Layout)],
+    ) {
+        self.add(base, name, reason, move |program| {
+            let at = program.units.iter().position(|name| name == unit).unwrap();
+            for (value, layout) in layouts {
+                let values = &mut program.splits[at].values;
+                values.iter_mut().find(|of| of.name == *value).unwrap().context = *layout;
             }
         });
     }
@@ -365,6 +398,95 @@ fn in_declarations(all: &mut Mutants) {
     all.declare(Base::Tensor, "a norm of parts of one tensor", replicated, "block.0", &[("h", Replicated)]);
     let back = ("rule", "no collective turns a from replicated into invariant");
     all.declare(Base::Tensor, "a change that no collective makes", back, "block.0", &[("a", Replicated)]);
+}
+
+/// Faults of context parallelism: keys and values of wrong ranks, gradients that are not summed or
+/// summed twice, losses that are normalised by a rank's own targets.
+fn in_context(all: &mut Mutants) {
+    use Collective::{AllGather, AllReduce, ReduceScatter, Ring};
+    use Layout::{Invariant, Partial, Replicated, Split};
+    let wrong = ("layout", "does not belong over");
+    for base in [Base::Context, Base::Both] {
+        for axis in [Axis::Tensor, Axis::Data, Axis::Shard, Axis::World] {
+            let name = format!("keys and values of {} ranks", axis.name());
+            all.exchange(base, &name, wrong, ("block.0", "kv", F), move |p, at| set_axis(p, at, axis));
+            let name = format!("gradients of keys and values summed over {}", axis.name());
+            all.exchange(base, &name, wrong, ("block.1", "kv", B), move |p, at| set_axis(p, at, axis));
+        }
+        for (collective, phase, reason) in [
+            (AllReduce, F, "by all-gather here, not by all-reduce"),
+            (ReduceScatter, F, "by all-gather here, not by reduce-scatter"),
+            (Ring, F, "by all-gather here, not by"),
+            (AllGather, B, "by reduce-scatter here, not by all-gather"),
+            (AllReduce, B, "by reduce-scatter here, not by all-reduce"),
+        ] {
+            let at = ("block.0", "kv", phase);
+            all.exchange(base, "another collective", ("layout", reason), at, move |p, at| {
+                set_collective(p, at, collective)
+            });
+        }
+        let own = ("layout", "attend needs kv', which is not there as replicated");
+        all.exchange(base, "a rank's own keys and values only", own, ("block.0", "kv", F), drop_at);
+        let lost = ("layout", "project needs the gradient of kv");
+        all.exchange(base, "other ranks' gradients are lost", lost, ("block.1", "kv", B), drop_at);
+        let again = ("layout", "has changed its layout already");
+        all.exchange(base, "gathered twice", again, ("block.0", "kv", F), repeat);
+        all.exchange(base, "summed twice", again, ("block.0", "kv", B), repeat);
+        let early = ("unordered", "kv' of block.0");
+        all.exchange(base, "keys that are not waited for", early, ("block.0", "kv", F), nothing_waits_for);
+        let late = ("unordered", "the gradient of kv");
+        all.exchange(base, "a gradient that is not waited for", late, ("block.0", "kv", B), nothing_waits_for);
+        let local = ("layout", "by no collective here, not by all-gather");
+        all.declare_context(base, "keys declared the rank's own", local, "block.0", &[("kv'", Split)]);
+        let alike = ("rule", "attend makes");
+        all.declare_context(base, "keys declared alike on all ranks", alike, "block.0", &[("kv'", Invariant)]);
+        let whole = ("rule", "loss is invariant over context");
+        all.declare_context(base, "a part's loss taken for the whole", whole, "head", &[("loss", Invariant)]);
+        let part = ("rule", "loss is split over context");
+        all.declare_context(base, "a loss that is no sum", part, "head", &[("loss", Split)]);
+        let tokens = ("rule", "x is invariant over context");
+        let stream = &[("x", Invariant)];
+        all.declare_context(base, "an embedding of all tokens", tokens, "embedding", stream);
+        let output = ("rule", "y is replicated over context");
+        all.declare_context(base, "a block of all rows", output, "block.0", &[("y", Replicated)]);
+        let between = ("rule", "the next unit takes");
+        all.declare_context(base, "one unit with whole sequences", between, "block.1", &[("x", Partial)]);
+        for axis in [Axis::Replicate, Axis::Shard, Axis::Context] {
+            let name = format!("gradients summed over {} ranks only", axis.name());
+            all.add(base, name, ("layout", "gradients are partial over data"), move |p| {
+                let at = find(p, |action| matches!(action, Action::Reduce { .. })).unwrap();
+                set_axis(p, at, axis);
+            });
+            let name = format!("losses normalised over the targets of {} ranks", axis.name());
+            let count = |action: &Action| matches!(action, Action::Count { .. });
+            let reason = ("layout", "their number is no sum over");
+            all.edit(base, &name, reason, count, move |action| *action = Action::Count { axis });
+        }
+    }
+    let rows = ("rule", "no ranks divide the sequence");
+    all.declare_context(Base::Sequence, "rows of sequences that are whole", rows, "block.0", &[("h", Split)]);
+    let clip = |action: &Action| matches!(action, Action::Clip { .. });
+    let same = ("layout", "hold the same gradients");
+    for axis in [Axis::Context, Axis::Shard] {
+        let name = format!("a norm that counts copies along {}", axis.name());
+        all.edit(Base::Copies, &name, same, clip, move |action| *action = Action::Clip { axes: axes(&[axis]) });
+    }
+    let differ = ("layout", "along shard hold different");
+    all.edit(Base::Context, "a norm of one part of the state", differ, clip, |action| {
+        *action = Action::Clip { axes: axes(&[]) }
+    });
+    let partial = ("layout", "is not partial over context");
+    all.edit(
+        Base::Both,
+        "replicated norms summed over parts of the sequence",
+        partial,
+        |action| matches!(action, Action::Tie { .. }),
+        |action| {
+            if let Action::Tie { axis, .. } = action {
+                *axis = Axis::Context;
+            }
+        },
+    );
 }
 
 /// Sums of gradients over ranks, and the norm.
@@ -574,6 +696,7 @@ fn mutants_of_layouts_are_refused_for_their_reason() {
     let mut all = Mutants::default();
     at_borders(&mut all);
     in_declarations(&mut all);
+    in_context(&mut all);
     in_gradients(&mut all);
     in_order(&mut all);
     let mut wrong = Vec::new();
@@ -598,13 +721,13 @@ fn mutants_of_layouts_are_refused_for_their_reason() {
         }
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), all.0.len(), wrong.join("\n"));
-    assert!(all.0.len() >= 90, "{} mutants", all.0.len());
+    assert!(all.0.len() >= 160, "{} mutants", all.0.len());
 }
 
 /// Each instruction of a split program is needed, and once only; so is each dependency.
 #[test]
 fn no_instruction_and_no_dependency_of_split_units_is_superfluous() {
-    for base in [Base::Sequence, Base::Tensor, Base::Stages, Base::Halves] {
+    for base in [Base::Sequence, Base::Tensor, Base::Stages, Base::Halves, Base::Context, Base::Copies, Base::Both] {
         let correct = programs(base);
         let refused = |change: &dyn Fn(&mut Program), what: &str| {
             let mut mutated = correct.clone();

@@ -7,19 +7,19 @@ mod split;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use trainyard_program::{
-    Action, Axis, BackwardPart, Border, Keep, Lane, Mesh, ModelShape, Offload, PipelineSchedule, Program,
-    ReduceSchedule, Strategy as How, Tier, check_ranks, lower, lower_all, lower_rank,
+    Action, Axis, BackwardPart, Border, Collective, Keep, Lane, Mesh, ModelShape, Offload, Phase, PipelineSchedule,
+    Program, ReduceSchedule, Strategy as How, Tier, check_ranks, lower, lower_all, lower_rank,
 };
 
-/// All (dp_replicate, dp_shard, tp, pp) with `ranks` ranks.
+/// All (dp_replicate, dp_shard, cp, tp, pp) with `ranks` ranks.
 fn factorisations(ranks: u32) -> Vec<Mesh> {
     let divisors = |of: u32| (1..=of).filter(move |divisor| of.is_multiple_of(*divisor));
     let mut meshes = Vec::new();
     for pp in divisors(ranks) {
-        for tp in divisors(ranks / pp) {
-            for dp_shard in divisors(ranks / pp / tp) {
-                let dp_replicate = ranks / pp / tp / dp_shard;
-                meshes.push(Mesh { pp, tp, dp_shard, dp_replicate, ..Mesh::default() });
+        for (tp, cp) in divisors(ranks / pp).flat_map(|tp| divisors(ranks / pp / tp).map(move |cp| (tp, cp))) {
+            for dp_shard in divisors(ranks / pp / tp / cp) {
+                let dp_replicate = ranks / pp / tp / cp / dp_shard;
+                meshes.push(Mesh { pp, tp, cp, dp_shard, dp_replicate, ..Mesh::default() });
             }
         }
     }
@@ -27,7 +27,7 @@ fn factorisations(ranks: u32) -> Vec<Mesh> {
 }
 
 fn programs(mesh: &Mesh, strategy: &How, sequence_parallel: bool, tied: bool) -> Vec<Program> {
-    let shapes = split::group(strategy.keep.len() - 2, mesh.tp, sequence_parallel, tied);
+    let shapes = split::group(strategy.keep.len() - 2, mesh.tp, mesh.cp, sequence_parallel, tied);
     lower_all(|tp| &shapes[tp as usize], mesh, strategy).unwrap()
 }
 
@@ -62,7 +62,7 @@ fn split_units_on_every_factorisation_of_4_and_8_ranks() {
                         elastic: per_step && mesh.data_parallel().is_power_of_two() && variant.is_multiple_of(7),
                         ..How::new(8)
                     };
-                    let programs = if mesh.tp == 1 {
+                    let programs = if mesh.tp * mesh.cp == 1 {
                         let mut model = split::llama(6, 1, 0, sequence_parallel, tied);
                         model.units.iter_mut().for_each(|unit| unit.split = None);
                         lower(&model, &mesh, &strategy).unwrap()
@@ -77,7 +77,7 @@ fn split_units_on_every_factorisation_of_4_and_8_ranks() {
             }
         }
     }
-    assert!(checked >= 16 * (10 + 20), "{checked}");
+    assert!(checked >= 16 * (15 + 35), "{checked}");
 }
 
 /// Random strategies, with everything that can be combined with split units.
@@ -86,10 +86,12 @@ fn random_lowerings_of_split_units_pass_the_checker() {
     let cases = u32::try_from(trainyard_testing::cases("split lowerings", 400, 4_000)).unwrap();
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 2000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &[13; 32]));
-    let meshes = (1u32..4, 1u32..3, 1u32..3, 2u32..4).prop_map(|(pp, dp_replicate, dp_shard, tp)| Mesh {
+    let degrees = (1u32..4, 1u32..3, 1u32..3, 1u32..3, 1u32..4).prop_filter("nothing is split", |d| d.3 * d.4 > 1);
+    let meshes = degrees.prop_map(|(pp, dp_replicate, dp_shard, cp, tp)| Mesh {
         pp,
         dp_replicate,
         dp_shard,
+        cp,
         tp,
         ..Mesh::default()
     });
@@ -109,8 +111,8 @@ fn random_lowerings_of_split_units_pass_the_checker() {
         },
     );
     let checked = runner.run(&all, |(mesh, strategy, sequence_parallel, tied)| {
-        let shapes = split::group(4, mesh.tp, sequence_parallel, tied);
-        let refused = sequence_parallel && strategy.offload.gradients.is_some();
+        let shapes = split::group(4, mesh.tp, mesh.cp, sequence_parallel, tied);
+        let refused = sequence_parallel && mesh.tp > 1 && strategy.offload.gradients.is_some();
         match lower_all(|tp| &shapes[tp as usize], &mesh, &strategy) {
             Err(error) => prop_assert!(refused, "{error}"),
             Ok(programs) => {
@@ -184,6 +186,29 @@ fn stages_send_the_parts_that_ranks_hold() {
     }
 }
 
+/// A gradient of keys and values is summed over the ranks that share the sequence, once for every
+/// block, and reaches the projection while nothing else waits.
+#[test]
+fn keys_and_values_are_gathered_and_their_gradients_summed_back() {
+    for (mesh, sequence_parallel) in [
+        (Mesh { cp: 2, ..Mesh::default() }, false),
+        (Mesh { cp: 2, tp: 2, ..Mesh::default() }, true),
+        (Mesh { cp: 4, tp: 2, ..Mesh::default() }, false),
+    ] {
+        let program = programs(&mesh, &How::new(4), sequence_parallel, false).remove(0);
+        let over_context = |instruction: &trainyard_program::Instruction| match instruction.action {
+            Action::Exchange { axis: Axis::Context, collective, unit, phase, .. } => Some((collective, unit, phase)),
+            _ => None,
+        };
+        let found: Vec<_> = program.instructions.iter().filter_map(over_context).collect();
+        let forward = |unit| (Collective::AllGather, unit, Phase::Forward);
+        let backward = |unit| (Collective::ReduceScatter, unit, Phase::Backward);
+        assert_eq!(found, [forward(1), forward(2), backward(2), backward(1)], "{program}");
+        let bytes = program.instructions.iter().filter(|i| over_context(i).is_some()).map(|i| i.bytes);
+        assert!(bytes.into_iter().all(|bytes| bytes == split::RESIDUAL), "messages are of what is gathered:\n{program}");
+    }
+}
+
 /// Parts of 257 rows over two ranks differ by one row, and the programs still meet.
 #[test]
 fn ranks_of_a_group_may_hold_parts_of_different_sizes() {
@@ -205,7 +230,7 @@ fn split_shapes_that_do_not_fit_say_why() {
     };
     let (plain, inside) = (How::new(3), |model: &mut ModelShape| model.units[1].split.take().unwrap());
     says(tensor, &plain, &|model| model.units[1].split = None, "2 of 3 units are split");
-    says(Mesh::default(), &plain, &|_| (), "over 1 tensor-parallel ranks");
+    says(Mesh::default(), &plain, &|_| (), "over 1 tensor- and context-parallel ranks");
     says(Mesh { cp: 2, ..tensor }, &plain, &|_| (), "no context parallelism");
     let offload = Offload { optimizer: Some(Tier::Host), gradients: Some(Tier::Host), ..Offload::default() };
     says(

@@ -10,6 +10,7 @@
 //! attended pairs of query and key, h heads, c width of a head, v vocabulary.
 
 mod attention;
+mod context;
 mod dropout;
 mod embedding;
 mod linear;
@@ -109,6 +110,8 @@ functions! {
     LinearCrossEntropy(loss::LinearCrossEntropy): "linear_cross_entropy", "x, or dx when gradients are at hand", "2 m v d; 4 or 6 m v d", kept;
     PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;
     Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;
+    ContextAttention(context::ContextAttention): "context_attention",   "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;
+    SplitColumns(context::SplitColumns):        "split_columns",        "nothing",                           "0; 0",                     kept;
     Rope(attention::Rope):                      "rope",                 "nothing",                           "6 m h c; 6 m h c",         kept;
     QkNorm(norm::QkNorm):                       "qk_norm",              "qkv, inverse rms",                  "4 m h c; 8 m h c",         kept;
     RmsNorm(norm::RmsNorm):                     "rms_norm",             "x, inverse rms",                    "4 m d; 8 m d",             recomputed;

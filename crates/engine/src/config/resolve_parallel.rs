@@ -20,6 +20,10 @@ pub struct Parallel {
     pub replicate: usize,
     /// Shard degree: ranks of a group that share one state.
     pub shard: usize,
+    /// Ranks that share each sequence.
+    pub context: usize,
+    /// True if each of them has an early and a late part of it.
+    pub balanced: bool,
     /// Ranks that share every product.
     pub tensor: usize,
     /// True if these ranks divide the rows of norms and residuals too.
@@ -56,10 +60,11 @@ impl Parallel {
 /// `8 ranks = 2 stages x 2 replicas x 2 shards, ZeRO stage 3`; without a pipeline no stages.
 impl fmt::Display for Parallel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Parallel { ranks, pipeline, replicate, shard, tensor, zero_stage, .. } = self;
+        let Parallel { ranks, pipeline, replicate, shard, context, tensor, zero_stage, .. } = self;
         let stages = if *pipeline > 1 { format!("{pipeline} stages x ") } else { String::new() };
+        let sequence = if *context > 1 { format!(" x {context} parts of every sequence") } else { String::new() };
         let parts = if *tensor > 1 { format!(" x {tensor} parts of every product") } else { String::new() };
-        write!(f, "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{parts}, ZeRO stage {zero_stage}")
+        write!(f, "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{sequence}{parts}, ZeRO stage {zero_stage}")
     }
 }
 
@@ -67,15 +72,6 @@ impl Resolver {
     /// Resolves degrees, ZeRO stage and the keys that depend on them.
     pub(super) fn parallel(&mut self, inputs: &Inputs) -> Parallel {
         let section = self.config.parallel.clone();
-        for (key, degree, choice) in [("context_parallel_degree", section.context_parallel_degree, "cp")] {
-            if degree != 1 {
-                let message = format!(
-                    "parallel.{key} = {degree} cannot be run yet: leave it at 1; what it would do on a cluster `trainyard plan --cluster` \
-                     says of a configuration without it (--fix {choice}={degree} holds it there)"
-                );
-                self.problem(&format!("parallel.{key}"), message);
-            }
-        }
         self.seconds("parallel.deadline_seconds", Some(section.deadline_seconds));
         if section.collectives == Collectives::Nccl && self.config.compute.device == DeviceKind::Cpu {
             let message = "parallel.collectives = \"nccl\" exchanges the memory of GPUs, and compute.device is \"cpu\": set \
@@ -92,8 +88,9 @@ impl Resolver {
         let pipeline = pipeline.clamp(1, RANKS_MAX as usize);
         let (schedule, chunks) = self.pipeline(&section, pipeline);
         self.cuts(&section, pipeline, schedule, chunks, inputs);
+        let (context, balanced) = self.context(&section);
         let (tensor, sequence) = self.tensor(&section);
-        let (replicate, shard) = self.degrees(&section, pipeline, tensor, inputs);
+        let (replicate, shard) = self.degrees(&section, [pipeline, context, tensor], inputs);
         let (stage, because) = match shard {
             1 => (0, "nothing is sharded".to_owned()),
             n => (3, format!("data_parallel_shard_degree is {n}")),
@@ -107,9 +104,11 @@ impl Resolver {
             self.problem("parallel.zero_stage", message);
         }
         let mut parallel = Parallel {
-            ranks: pipeline * replicate * shard * tensor,
+            ranks: pipeline * replicate * shard * context * tensor,
             replicate,
             shard,
+            context,
+            balanced,
             tensor,
             sequence,
             pipeline,
@@ -124,7 +123,7 @@ impl Resolver {
         };
         self.gathers(&section, &mut parallel);
         let whole = matches!(self.config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
-        if stage >= 1 && shard > 1 && whole {
+        if stage >= 1 && shard * context > 1 && whole {
             let message = format!(
                 "optimizer.name = \"{}\" looks at whole matrices, which parallel.zero_stage = {stage} cuts into shards: use \
                  parallel.zero_stage = 0 with it, or adamw, sgd or lion",
@@ -199,6 +198,25 @@ impl Resolver {
         }
     }
 
+    /// The context-parallel degree, and true if its ranks have early and late parts.
+    fn context(&mut self, section: &ParallelSection) -> (usize, bool) {
+        let degree = section.context_parallel_degree;
+        self.count("parallel.context_parallel_degree", Some(degree as u64), 1, RANKS_MAX);
+        let degree = degree.clamp(1, RANKS_MAX as usize);
+        let given = &section.context_parallel_load_balance;
+        if degree == 1 {
+            self.unused("parallel.context_parallel_load_balance", given, "context_parallel_degree is 1");
+            return (1, true);
+        }
+        if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
+            let message = format!(
+                "parallel.context_parallel_degree = {degree} has no attention kernel on GPUs yet: leave it at 1, or set compute.device = \"cpu\""
+            );
+            self.problem("parallel.context_parallel_degree", message);
+        }
+        (degree, self.settle("parallel.context_parallel_load_balance", given, true, "equal work under the causal mask"))
+    }
+
     /// The tensor-parallel degree, and true if its ranks divide rows too.
     fn tensor(&mut self, section: &ParallelSection) -> (usize, bool) {
         let degree = section.tensor_parallel_degree;
@@ -226,10 +244,15 @@ impl Resolver {
         (degree, self.settle("parallel.sequence_parallel", &section.sequence_parallel, true, because))
     }
 
-    /// The replicate degree and the shard degree, with `stages` pipeline stages and `tensor` ranks
-    /// that share every product.
-    fn degrees(&mut self, section: &ParallelSection, stages: usize, tensor: usize, inputs: &Inputs) -> (usize, usize) {
-        let model = stages.saturating_mul(tensor);
+    /// The replicate degree and the shard degree, with `stages` pipeline stages, `context` ranks that
+    /// share every sequence and `tensor` ranks that share every product.
+    fn degrees(
+        &mut self,
+        section: &ParallelSection,
+        [stages, context, tensor]: [usize; 3],
+        inputs: &Inputs,
+    ) -> (usize, usize) {
+        let model = stages.saturating_mul(context).saturating_mul(tensor);
         let (replicate, shard) = (section.data_parallel_replicate_degree, section.data_parallel_shard_degree);
         for (key, value) in [
             ("parallel.ranks", section.ranks),
@@ -258,27 +281,34 @@ impl Resolver {
         });
         let ranks = within(ranks);
         if !ranks.is_multiple_of(model) {
-            let (key, message) = match tensor {
-                1 => (
+            let of_context = match context {
+                1 => String::new(),
+                _ => format!("parallel.context_parallel_degree {context} x "),
+            };
+            let (key, message) = match (context, tensor) {
+                (1, 1) => (
                     "parallel.pipeline_parallel_degree",
                     format!(
                         "{ranks} ranks do not divide into parallel.pipeline_parallel_degree = {stages} stages of equally many ranks"
                     ),
                 ),
                 _ => (
-                    "parallel.tensor_parallel_degree",
+                    if tensor > 1 { "parallel.tensor_parallel_degree" } else { "parallel.context_parallel_degree" },
                     format!(
-                        "{ranks} ranks are not a multiple of parallel.pipeline_parallel_degree {stages} x parallel.tensor_parallel_degree {tensor}"
+                        "{ranks} ranks are not a multiple of parallel.pipeline_parallel_degree {stages} x \
+                         {of_context}parallel.tensor_parallel_degree {tensor}"
                     ),
                 ),
             };
             self.problem(key, message);
             return (1, 1);
         }
-        let of_stages = match (stages, tensor) {
-            (1, 1) => String::new(),
-            (_, 1) => format!(" in each of {stages} stages"),
-            _ => format!(" for each of {stages} stages x {tensor} parts of every product"),
+        let of_stages = match (stages, context, tensor) {
+            (1, 1, 1) => String::new(),
+            (_, 1, 1) => format!(" in each of {stages} stages"),
+            (_, 1, _) => format!(" for each of {stages} stages x {tensor} parts of every product"),
+            (_, _, 1) => format!(" for each of {stages} stages x {context} parts of every sequence"),
+            _ => format!(" for each of {stages} stages x {context} parts of every sequence x {tensor} of every product"),
         };
         let ranks = ranks / model;
         let sharded = section.zero_stage.is_some_and(|stage| stage > 0) || replicate.is_some();
@@ -338,15 +368,16 @@ impl Resolver {
         if parallel.zero_stage < 3 {
             return self.unused("parallel.reshard_after_forward", &section.reshard_after_forward, &because);
         }
+        let shards = parallel.shard * parallel.context;
         let reshard = &section.reshard_after_forward;
         let reshard = self.settle("parallel.reshard_after_forward", reshard, Reshard::Always, "the least memory");
         parallel.reshard_after_forward = reshard;
         if let Reshard::To(n) = reshard
-            && !(n >= 2 && n < parallel.shard && parallel.shard.is_multiple_of(n))
+            && !(n >= 2 && n < shards && shards.is_multiple_of(n))
         {
+            let of_context = if parallel.context > 1 { " x context_parallel_degree" } else { "" };
             let message = format!(
-                "parallel.reshard_after_forward = {n} must divide data_parallel_shard_degree {} and lie between 1 and it",
-                parallel.shard
+                "parallel.reshard_after_forward = {n} must divide data_parallel_shard_degree{of_context} {shards} and lie between 1 and it"
             );
             self.problem("parallel.reshard_after_forward", message);
         }
@@ -355,7 +386,7 @@ impl Resolver {
     /// Checks that model and batch can be divided among stages and tensor-parallel ranks. A model
     /// in a folder is checked once it is read.
     pub(super) fn divisions(&mut self, parallel: &Parallel, batch: Batch, sequence_length: usize, model: &ModelSource) {
-        let Parallel { pipeline, tensor, .. } = *parallel;
+        let Parallel { pipeline, context, tensor, .. } = *parallel;
         let shape = match model {
             ModelSource::Shape(shape) => Some(shape),
             ModelSource::HuggingFace { .. } => None,
@@ -397,12 +428,21 @@ impl Resolver {
             );
             self.problem("parallel.tensor_parallel_degree", message);
         }
-        let rows = batch.micro.saturating_mul(sequence_length);
+        if context > 1 && !sequence_length.is_multiple_of(2 * context) {
+            let each = 2 * context;
+            let message = format!(
+                "parallel.context_parallel_degree = {context} cuts each sequence into {each} equal parts, and training.sequence_length is \
+                 {sequence_length}: make it a multiple of {each}"
+            );
+            self.problem("parallel.context_parallel_degree", message);
+        }
+        let rows = batch.micro.saturating_mul(sequence_length) / context;
         if parallel.sequence && !rows.is_multiple_of(tensor) {
+            let of_context = if context > 1 { format!(" / context_parallel_degree {context}") } else { String::new() };
             let message = format!(
                 "parallel.sequence_parallel divides the tokens of a micro-batch among parallel.tensor_parallel_degree = {tensor} ranks, and \
-                 training.micro_batch_size {} x sequence_length {sequence_length} = {rows} does not divide: change one of them, or set \
-                 parallel.sequence_parallel = false",
+                 training.micro_batch_size {} x sequence_length {sequence_length}{of_context} = {rows} does not divide: change one of them, or \
+                 set parallel.sequence_parallel = false",
                 batch.micro
             );
             self.problem("parallel.sequence_parallel", message);
@@ -419,6 +459,11 @@ impl Resolver {
                 parallel.data_degree()
             );
             self.problem("training.elastic_bits", message);
+        }
+        if parallel.elastic && parallel.context > 1 {
+            let message = "training.elastic_bits needs whole sequences on a rank: parallel.context_parallel_degree above 1 sums over parts of a \
+                           sequence between micro-batches and ranks";
+            self.problem("training.elastic_bits", message.to_owned());
         }
         if parallel.elastic && self.config.parallel.reduce_schedule == ReduceSchedule::MicroBatch {
             let message = "training.elastic_bits sums a rank's micro-batches before ranks: set parallel.reduce_schedule = \"step\" with it";

@@ -146,7 +146,7 @@ impl Resolver {
         if let Some(encoding) = gradients {
             // The ranks between which gradients travel in the form of the codec.
             let across = if apart { 1 } else { parallel.replicate };
-            let ranks = across * if encoding.over == Axis::Data { parallel.shard } else { 1 };
+            let ranks = across * if encoding.over == Axis::Data { parallel.shard * parallel.context } else { 1 };
             if ranks == 1 {
                 let data = batch.data_parallel_degree;
                 let message = format!(
@@ -171,9 +171,9 @@ impl Resolver {
             self.problem("compression.outer", message);
         }
         let feedback = [gradients, outer].into_iter().flatten().any(|encoding| encoding.feedback);
-        if feedback && (parallel.tensor > 1 || parallel.pipeline > 1) {
-            let message = "compression.error_feedback keeps what each data rank left out, which tensor-parallel ranks and pipeline stages would hold \
-                           in parts: set it to false, or use a tensor and pipeline degree of 1";
+        if feedback && parallel.tensor * parallel.pipeline * parallel.context > 1 {
+            let message = "compression.error_feedback keeps what each data rank left out, which tensor- and context-parallel ranks and pipeline \
+                           stages would hold in parts: set it to false, or use tensor, context and pipeline degrees of 1";
             self.problem("compression.error_feedback", message);
         }
         if feedback && self.config.precision.compute == Compute::F16 {

@@ -103,9 +103,13 @@ section! {
         /// (Korthikanti et al. 2022): less memory, the same traffic. Unset: true.
         #[elsewhere("disable_loss_parallel", "sequence_parallel_enabled")]
         sequence_parallel: Option<bool> = None;
-        /// Only 1 is supported.
+        /// Number of ranks that share each sequence, each with a part of its tokens.
         #[elsewhere("context_parallel_size", "cp_size")]
         context_parallel_degree: usize = 1;
+        /// With context parallelism, give each rank an early and a late part of each sequence, so
+        /// that all have equal work under the causal mask. Unset: true.
+        #[elsewhere("context_parallel_load_balancer")]
+        context_parallel_load_balance: Option<bool> = None;
     }
 }
 

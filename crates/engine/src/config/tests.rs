@@ -467,7 +467,7 @@ fn ranks_and_degrees_complete_each_other() {
     let of = |sets: &[&str]| {
         let r = resolve(GOOD, sets).unwrap_or_else(|error| panic!("{sets:?}: {error}"));
         let p = r.parallel;
-        assert_eq!(p.ranks, p.pipeline * p.data_degree() * p.tensor);
+        assert_eq!(p.ranks, p.pipeline * p.data_degree() * p.context * p.tensor);
         let degree = p.data_degree();
         assert_eq!((r.batch.data_parallel_degree, r.batch.global), (degree, degree * 8 * r.batch.accumulation));
         (p.replicate, p.shard, p.zero_stage)
@@ -487,6 +487,11 @@ fn ranks_and_degrees_complete_each_other() {
     assert_eq!(of(&[stages, parts, "parallel.ranks=8"]), (2, 1, 0));
     assert_eq!(of(&[stages, parts, "parallel.ranks=16", "parallel.data_parallel_shard_degree=2"]), (2, 2, 3));
     assert_eq!(of(&[parts, "parallel.ranks=4", "parallel.zero_stage=1"]), (1, 2, 1));
+    let sequence = "parallel.context_parallel_degree=2";
+    assert_eq!(of(&[sequence]), (1, 1, 0));
+    assert_eq!(of(&[sequence, "parallel.zero_stage=1"]), (1, 1, 1));
+    assert_eq!(of(&[sequence, parts, "parallel.ranks=8"]), (2, 1, 0));
+    assert_eq!(of(&[sequence, "parallel.data_parallel_shard_degree=2"]), (1, 2, 3));
     let whole = resolve(GOOD, &[stages, parts, "parallel.data_parallel_replicate_degree=3"]).unwrap();
     assert_eq!((whole.parallel.ranks, whole.parallel.sequence), (12, true));
     let threads = resolve(GOOD, &["parallel.ranks=2"]).unwrap();
@@ -504,7 +509,12 @@ fn impossible_ranks_are_refused() {
         (&["parallel.ranks=2", "parallel.zero_stage=1", "optimizer.name=muon"], "zero_stage = 0 with it"),
         (&["parallel.ranks=2", "parallel.prefetch=2"], "no effect"),
         (&["parallel.ranks=4", "parallel.zero_stage=3", "parallel.reshard_after_forward=3"], "must divide"),
-        (&["parallel.context_parallel_degree=2"], "--fix cp=2"),
+        (&["parallel.context_parallel_degree=0"], "parallel.context_parallel_degree = 0 is too small"),
+        (&["parallel.context_parallel_degree=2", "parallel.ranks=3"], "3 ranks are not a multiple of"),
+        (&["parallel.context_parallel_degree=3"], "cuts each sequence into 6 equal parts"),
+        (&["parallel.context_parallel_load_balance=true"], "parallel.context_parallel_load_balance has no effect"),
+        (&["parallel.context_parallel_degree=2", "training.elastic_bits=true"], "whole sequences"),
+        (&["parallel.context_parallel_degree=2", "parallel.zero_stage=1", "optimizer.name=muon"], "zero_stage = 0 with it"),
         (&["parallel.pipeline_parallel_degree=0"], "parallel.pipeline_parallel_degree = 0 is too small"),
         (&["parallel.tensor_parallel_degree=0"], "parallel.tensor_parallel_degree = 0 is too small"),
         (&["parallel.ranks=3", "parallel.pipeline_parallel_degree=2"], "do not divide into parallel.pipeline_parallel"),

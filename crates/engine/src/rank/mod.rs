@@ -52,7 +52,7 @@ use step::RunningStep;
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, TensorSplit, UnitLayout};
-use trainyard_program::{Action, Axis, Change, Encoding, Instruction, Lane, Program};
+use trainyard_program::{Action, Axis, Encoding, Instruction, Lane, Program};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device, Tensor};
@@ -61,7 +61,7 @@ use trainyard_tensor::{Computes, DType, Device, Tensor};
 pub struct Rank {
     device: Device,
     model: Model,
-    /// The same model without divided rows, for evaluation and generation; None if it is the same.
+    /// The same model without divided rows and sequences, for evaluation and generation; None if it is the same.
     undivided: Option<Model>,
     /// The parameters.
     pub parameters: ParameterState,
@@ -75,6 +75,8 @@ pub struct Rank {
     pipeline_links: PipelineLinks,
     /// The link of the inner lane to the tensor-parallel group.
     tensor_link: Link,
+    /// The link of the inner lane to the context-parallel group.
+    context_link: Link,
     alarm: Option<Communicator>,
     /// True if the GPU exchanges tensors by NCCL. Such an exchange may fail after the host has
     /// launched it.
@@ -241,6 +243,7 @@ impl Rank {
             compute_links: Mutex::new(links.compute),
             pipeline_links: links.pipeline,
             tensor_link: links.tensor,
+            context_link: links.context,
             alarm: links.alarm,
             by_nccl: links.by_nccl,
             positions: links.positions,
@@ -404,8 +407,8 @@ impl Rank {
             for exchange in segments.exchanges.iter().filter(|exchange| segment.takes.contains(&exchange.to)) {
                 if values[exchange.to].is_none() {
                     let from = values[exchange.from].take().expect("a segment before gives it");
-                    let [was, is] = [exchange.from, exchange.to].map(|value| segments.values[value].layout);
-                    let changed = exchanges::change(from.tensor(), Change::between(was, is), group)?;
+                    let (_, change) = segments.change(*exchange);
+                    let changed = exchanges::change(from.tensor(), change, group)?;
                     values[exchange.to] = Some(tape.constant(changed));
                 }
             }
@@ -416,6 +419,14 @@ impl Rank {
             }
         }
         Ok(values.pop().flatten().expect("the last value is the unit's output"))
+    }
+
+    /// The group that an exchange between segments is with.
+    fn inner_link(&self, action: Action) -> &Link {
+        match action {
+            Action::Exchange { axis: Axis::Context, .. } => &self.context_link,
+            _ => &self.tensor_link,
+        }
     }
 
     /// The units whose parameters `unit` reads.
@@ -441,6 +452,14 @@ impl Rank {
     /// This rank's index among the ranks with different data, and their number.
     pub fn data_place(&self) -> (usize, usize) {
         self.parameters.holding().data
+    }
+
+    /// This rank's index among those that evaluate different text, and their number. Ranks that
+    /// divide the sequences of a step each take whole ones here.
+    pub fn evaluation_place(&self) -> (usize, usize) {
+        let holding = self.parameters.holding();
+        let ((index, ranks), (part, parts)) = (holding.data, holding.context);
+        (index * parts + part, ranks * parts)
     }
 
     /// This rank's index among the ranks that hold the same shard, and their number.
@@ -535,8 +554,9 @@ impl Rank {
             Box::new(move |number, instruction| between_stages(&links.receive, number, instruction));
         let inner: Handler<'_, EngineError> = Box::new(|number, instruction| {
             perform(number, instruction, &mut |at| {
-                rank.tensor_link.post(at);
-                step.exchanges().run(instruction.action, &rank.tensor_link)
+                let link = rank.inner_link(instruction.action);
+                link.post(at);
+                step.exchanges().run(instruction.action, link)
             })
         });
         let handlers = vec![
@@ -715,10 +735,10 @@ fn outer_step(
     Ok(Some(OuterStep::new(device, model, holding, outer, encoded.transpose()?)?))
 }
 
-/// The model without divided rows; None if its rows are not divided.
+/// The model without divided rows and sequences; None if neither are divided.
 fn undivided(model: &Model) -> Result<Option<Model>> {
     let split = model.tensor_split();
-    match model.spec().filter(|_| split.sequence) {
+    match model.spec().filter(|_| split.sequence || model.context_split().ranks > 1) {
         Some(spec) => Ok(Some(Model::split(spec.clone(), TensorSplit { sequence: false, ..split })?)),
         None => Ok(None),
     }

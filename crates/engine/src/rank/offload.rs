@@ -181,7 +181,7 @@ impl Rank {
                 Action::Fetch { unit, state: State::Gradients } | Action::Reduce { unit, .. } => {
                     self.gradients.take(unit as usize)?;
                 }
-                action @ Action::Exchange { .. } => step.exchanges().take(action, self.tensor_link.size())?,
+                action @ Action::Exchange { .. } => step.exchanges().take(action, self.inner_link(action).size())?,
                 Action::Recv { .. } => step.take_message(&self.device, *number, self.parameters.compute())?,
                 other => return Err(cannot(other)),
             }

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use trainyard_autograd::{AutogradError, GradientTarget, Gradients, ParamId};
 use trainyard_model::{Model, ParameterSpec, UnitLayout};
-use trainyard_program::Fresh;
+use trainyard_program::{Extent, Fresh};
 use trainyard_tensor::ops::optim::ChunkSums;
 use trainyard_tensor::{DType, Device, Purpose, Tensor, TensorError, ops};
 
@@ -319,8 +319,14 @@ impl GradientState {
             (fresh, resident)
         };
         unit.complete(&mut fresh)?;
-        let own = self.holding.own(&unit.layout);
-        let sum = reduce(number, &mut fresh.flat, own.clone(), reduction, links)?;
+        let mut own = self.holding.own(&unit.layout);
+        let mut sum = reduce(number, &mut fresh.flat, own.clone(), reduction, links)?;
+        let summed = self.holding.summed(&unit.layout);
+        if summed.len() > own.len() {
+            // Nothing is sharded, and several ranks divide the sequences: each needs the whole sum.
+            links.shard.all_gather_in_place(&mut fresh.flat)?;
+            (own, sum) = (summed.clone(), fresh.flat.view(summed.start, [summed.len()])?);
+        }
         let part = overlap(&own, &unit.range);
         let mut target = resident.view(part.start - unit.range.start, [part.len()])?;
         if !target.overlaps(&sum) {
@@ -383,7 +389,7 @@ impl GradientState {
         let sum = unit.sum();
         // The parts of the buffer that this rank has reduced. In ZeRO stage 1 its sum holds more
         // than that.
-        let own = self.holding.own(&unit.layout);
+        let own = self.holding.summed(&unit.layout);
         let held = runs.iter().filter_map(|(run, place)| {
             let held = overlap(run, &own);
             (!held.is_empty()).then(|| (held.start - unit.range.start, place + held.start - run.start, held.len()))
@@ -393,7 +399,7 @@ impl GradientState {
         for (at, place, length) in &held {
             buffer.view(*place, [*length])?.copy_from(&sum.view(*at, [*length])?)?;
         }
-        if self.holding.shards > 1 {
+        if self.holding.shards > 1 && self.holding.placement.masters == Extent::Shard {
             // Each element lies in one shard, so the order of the sum changes no bit.
             shard.sum(&mut buffer)?;
         }

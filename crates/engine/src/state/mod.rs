@@ -33,6 +33,8 @@ pub struct Holding {
     /// Index of this rank among those with different micro-batches, and their number. Ranks that
     /// share a sequence, the parts of a product or a pipeline have the same index.
     pub data: (usize, usize),
+    /// Index of this rank in its context-parallel group, and the number of ranks there.
+    pub context: (usize, usize),
     /// Index of this rank in its tensor-parallel group.
     pub tensor: usize,
     /// The units that a lower pipeline stage holds as well, because this one borrows them.
@@ -53,6 +55,7 @@ impl Holding {
             stages: Arc::default(),
             stage: 0,
             data: (0, 1),
+            context: (0, 1),
             tensor: 0,
             of_lower_stages: Arc::default(),
             placement: Placement::WHOLE,
@@ -77,6 +80,7 @@ impl Holding {
             stages,
             stage,
             data: (program.mesh.data_rank(program.rank) as usize, program.mesh.data_parallel() as usize),
+            context: (at.cp as usize, program.mesh.cp as usize),
             tensor: at.tp as usize,
             of_lower_stages,
             placement: program.placement,
@@ -88,6 +92,15 @@ impl Holding {
     /// True on the first of the ranks that hold one replica together.
     pub(crate) fn is_first_of_replica(&self) -> bool {
         (self.stage, self.shard, self.tensor) == (0, 0, 0)
+    }
+
+    /// Index of this rank among those of the shard group that hold the same masters, and their
+    /// number: all of the group if nothing is sharded.
+    pub(crate) fn copy(&self) -> (usize, usize) {
+        match self.placement.masters {
+            Extent::Full => (self.shard, self.shards),
+            Extent::Shard => (0, 1),
+        }
     }
 
     /// The pipeline stage that runs `unit`.
@@ -113,6 +126,12 @@ impl Holding {
     /// The rank's own elements of a unit's flat buffer.
     pub fn own(&self, layout: &UnitLayout) -> Range<usize> {
         self.shard * layout.shard_elements()..(self.shard + 1) * layout.shard_elements()
+    }
+
+    /// The elements of a unit's gradient whose sum over the data ranks the rank has: its own, or all
+    /// if nothing is sharded.
+    pub(crate) fn summed(&self, layout: &UnitLayout) -> Range<usize> {
+        self.range(self.placement.masters, layout)
     }
 
     /// The elements that a buffer of `extent` holds.

@@ -7,6 +7,7 @@ use std::fmt;
 pub struct Layout {
     pub replicate: usize,
     pub shard: usize,
+    pub context: usize,
     pub tensor: usize,
     pub pipeline: usize,
     /// True if tensor-parallel ranks divide rows too.
@@ -25,6 +26,7 @@ impl Layout {
     pub const ONE: Layout = Layout {
         replicate: 1,
         shard: 1,
+        context: 1,
         tensor: 1,
         pipeline: 1,
         sequence: false,
@@ -34,7 +36,7 @@ impl Layout {
     };
 
     pub fn ranks(&self) -> usize {
-        self.replicate * self.shard * self.tensor * self.pipeline
+        self.replicate * self.shard * self.context * self.tensor * self.pipeline
     }
 
     /// The same layout on one stage.
@@ -48,9 +50,11 @@ impl Layout {
     }
 
     /// True if both layouts sum in the same order, for a model whose embedding and head share
-    /// nothing: they divide a batch among as many ranks and products in the same way.
+    /// nothing: they divide a batch among as many ranks, and sequences and products in the same way.
     pub fn shares_bits_with(&self, other: &Layout) -> bool {
-        let parts = |layout: &Layout| (layout.replicate * layout.shard, layout.tensor, layout.sequence);
+        let parts = |layout: &Layout| {
+            (layout.replicate * layout.shard, layout.context, layout.tensor, layout.sequence)
+        };
         parts(self) == parts(other)
     }
 
@@ -60,6 +64,7 @@ impl Layout {
             format!("parallel.ranks={}", self.ranks()),
             format!("parallel.data_parallel_replicate_degree={}", self.replicate),
             format!("parallel.data_parallel_shard_degree={}", self.shard),
+            format!("parallel.context_parallel_degree={}", self.context),
             format!("parallel.tensor_parallel_degree={}", self.tensor),
             format!("parallel.pipeline_parallel_degree={}", self.pipeline),
             format!("parallel.zero_stage={}", self.zero_stage),
@@ -86,6 +91,10 @@ impl fmt::Display for Layout {
         if self.shard > 1 {
             parts.push(format!("dp_shard {} (ZeRO-{})", self.shard, self.zero_stage));
         }
+        if self.context > 1 {
+            let stage = if self.shard == 1 && self.zero_stage > 0 { format!(" (ZeRO-{})", self.zero_stage) } else { String::new() };
+            parts.push(format!("cp {}{stage}", self.context));
+        }
         if self.tensor > 1 {
             let rows = if self.sequence { " (rows too)" } else { "" };
             parts.push(format!("tp {}{rows}", self.tensor));
@@ -101,14 +110,16 @@ impl fmt::Display for Layout {
     }
 }
 
-/// Every product `dp_replicate x dp_shard x tp x pp` of four ranks, with and without divided rows.
+/// Every product `dp_replicate x dp_shard x cp x tp x pp` of four ranks, with and without divided
+/// rows. Those with cp come first.
 pub fn of_four() -> Vec<Layout> {
     let divisors = [1, 2, 4];
     let mut all = Vec::new();
-    for (pipeline, replicate) in divisors.into_iter().flat_map(|p| divisors.map(|r| (p, r))) {
+    let outer = divisors.into_iter().rev().flat_map(|c| divisors.into_iter().flat_map(move |p| divisors.map(|r| (c, p, r))));
+    for (context, pipeline, replicate) in outer {
         for (shard, tensor) in divisors.into_iter().flat_map(|f| divisors.map(|t| (f, t))) {
             let zero_stage = if shard > 1 { 3 } else { 0 };
-            let layout = Layout { replicate, shard, tensor, pipeline, zero_stage, ..Layout::ONE };
+            let layout = Layout { replicate, shard, context, tensor, pipeline, zero_stage, ..Layout::ONE };
             if layout.ranks() == 4 {
                 all.push(layout);
                 all.extend((tensor > 1).then_some(Layout { sequence: true, ..layout }));
@@ -122,6 +133,7 @@ pub fn of_four() -> Vec<Layout> {
 /// of them.
 pub fn of_eight() -> Vec<Layout> {
     type Row = (usize, usize, usize, (usize, bool), (usize, &'static str), &'static str);
+    type OfContext = (usize, Row);
     // Replicas, shards, ZeRO stage; parts, rows too; stages, schedule; checkpointing.
     let rows: [Row; 24] = [
         (2, 1, 0, (2, true), (2, "interleaved"), "selective"),
@@ -149,10 +161,30 @@ pub fn of_eight() -> Vec<Layout> {
         (1, 1, 0, (4, false), (2, "gpipe"), "full"),
         (1, 2, 1, (2, true), (2, "dual_pipe_v"), "none"),
     ];
-    let layout = |(replicate, shard, zero_stage, (tensor, sequence), (pipeline, schedule), checkpointing): Row| {
-        Layout { replicate, shard, tensor, pipeline, sequence, zero_stage, schedule, checkpointing }
+    // Parts of sequences before the rest.
+    let of_context: [OfContext; 16] = [
+        (4, (1, 1, 1, (2, true), (1, "1f1b"), "none")),
+        (2, (2, 1, 0, (2, true), (1, "1f1b"), "full")),
+        (2, (1, 2, 3, (1, false), (2, "zero_bubble"), "selective")),
+        (4, (2, 1, 0, (1, false), (1, "1f1b"), "none")),
+        (4, (2, 1, 1, (1, false), (1, "1f1b"), "selective")),
+        (4, (1, 2, 2, (1, false), (1, "1f1b"), "full")),
+        (4, (1, 2, 3, (1, false), (1, "1f1b"), "none")),
+        (4, (1, 1, 0, (1, false), (2, "interleaved"), "none")),
+        (4, (1, 1, 3, (2, false), (1, "1f1b"), "full")),
+        (2, (4, 1, 0, (1, false), (1, "1f1b"), "selective")),
+        (2, (2, 2, 1, (1, false), (1, "1f1b"), "none")),
+        (2, (1, 4, 3, (1, false), (1, "1f1b"), "full")),
+        (2, (1, 1, 0, (4, false), (1, "1f1b"), "none")),
+        (2, (1, 2, 2, (2, false), (1, "1f1b"), "none")),
+        (2, (1, 1, 1, (2, true), (2, "dual_pipe_v"), "none")),
+        (2, (1, 1, 0, (1, false), (4, "zero_bubble_v"), "full")),
+    ];
+    let layout = |(context, row): OfContext| {
+        let (replicate, shard, zero_stage, (tensor, sequence), (pipeline, schedule), checkpointing) = row;
+        Layout { replicate, shard, context, tensor, pipeline, sequence, zero_stage, schedule, checkpointing }
     };
-    rows.into_iter().map(layout).collect()
+    rows.into_iter().map(|row| (1, row)).chain(of_context).map(layout).collect()
 }
 
 /// A small model.

@@ -1,13 +1,13 @@
-//! The cost of each segment of the units of one rank of a tensor-parallel group.
+//! The cost of each segment of the units of one rank of a tensor-parallel or context-parallel group.
 //!
 //! Segments run one after the other on a device without data. In the place of an exchange the value
 //! is made in the shape that it has afterwards. A unit that is not split counts as one segment.
 
 use crate::batch::{Batch, BatchShape};
-use crate::unit::{Exchange, Forward, Segment, Segments, Unit, Value};
+use crate::unit::{Exchange, Forward, Segments, Unit};
 use crate::{Model, ModelError, Result};
 use trainyard_autograd::{Place, Policy, RandomKey, Recording, Store, Tape, Var};
-use trainyard_program::{Change, Collective, Layout};
+use trainyard_program::{Axis, Change, Collective};
 use trainyard_tensor::{Cost, DType, Device, Purpose, Tensor};
 
 /// The cost of one segment on one micro-batch.
@@ -77,33 +77,20 @@ pub fn segment_costs_on(
     policy: Policy,
 ) -> Result<Vec<SegmentedCost>> {
     device.set_profiling(true);
-    let batch = shape.batch(device)?;
+    let batch = shape.batch_of(device, model.context_split())?;
     let mut store = super::zeros(device, model, dtype)?;
-    let ranks = model.tensor_split().ranks;
+    let ranks = [model.tensor_split().ranks, model.context_split().ranks];
     let mut costs = Vec::with_capacity(model.units().len());
     let mut input: Option<Tensor> = None;
     for unit in model.units() {
         let unit = unit.as_ref();
-        let segments = unit.segments().cloned().unwrap_or_else(|| whole(input.is_some()));
+        let segments = unit.segments().cloned().unwrap_or_else(|| Segments::whole(input.is_some()));
         let mut pricing = Pricing { device, unit, segments, ranks, batch: &batch, store: &mut store };
         let (cost, output) = pricing.unit_cost(input.take(), policy)?;
         costs.push(cost);
         input = Some(output);
     }
     Ok(costs)
-}
-
-/// A unit that is not split, as one segment.
-fn whole(has_input: bool) -> Segments {
-    let value = |name| Value { name, layout: Layout::Invariant };
-    let output = usize::from(has_input);
-    let takes: Vec<usize> = (0..output).collect();
-    Segments {
-        values: if has_input { vec![value("x"), value("y")] } else { vec![value("x")] },
-        input: has_input.then_some(0),
-        segments: vec![Segment { name: "all", takes, gives: vec![output], differentiable: true }],
-        exchanges: Vec::new(),
-    }
 }
 
 /// The shape and dtype of a value.
@@ -118,7 +105,8 @@ struct Pricing<'a> {
     device: &'a Device,
     unit: &'a dyn Unit,
     segments: Segments,
-    ranks: usize,
+    /// Ranks of the tensor-parallel and of the context-parallel group.
+    ranks: [usize; 2],
     batch: &'a Batch,
     store: &'a mut Store,
 }
@@ -259,17 +247,18 @@ impl Pricing<'_> {
 
     /// A value after its layout has changed.
     fn exchanged(&self, before: Tensor, from: usize, to: usize) -> Result<Tensor> {
-        let layouts = [from, to].map(|value| self.segments.values[value].layout);
-        let Some(change) = Change::between(layouts[0], layouts[1]) else {
-            let [from, to] = layouts.map(Layout::name);
+        let (axis, change) = self.segments.change(Exchange { from, to });
+        let Some(change) = change else {
+            let [from, to] = [from, to].map(|value| self.segments.values[value].over(axis).name());
             let problem = format!("no collective turns a {from} value into a {to} one");
             return Err(ModelError::Unit { unit: self.unit.name().into(), problem });
         };
+        let ranks = self.ranks[usize::from(axis == Axis::Context)];
         let (mut shape, dtype) = form(&before);
         match change {
             Change::Nothing => return Ok(before),
-            Change::By(Collective::AllGather) => shape[0] *= self.ranks,
-            Change::By(Collective::ReduceScatter) | Change::TakePart => shape[0] /= self.ranks,
+            Change::By(Collective::AllGather) => shape[0] *= ranks,
+            Change::By(Collective::ReduceScatter) | Change::TakePart => shape[0] /= ranks,
             Change::By(_) => {}
         }
         drop(before);

@@ -10,7 +10,8 @@ use crate::split::{Division, TensorSplit};
 use crate::unit::{
     Exchange, Forward, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, require_input, without_segments,
 };
-use crate::{Result, units};
+use crate::{ModelError, Result, units};
+use std::ops::Range;
 use std::sync::Arc;
 use trainyard_autograd::functions::LinearOptions;
 use trainyard_autograd::{ParamId, Tape, Var};
@@ -44,8 +45,9 @@ pub struct Block {
 #[derive(Debug)]
 struct SplitBlock {
     place: TensorSplit,
-    dim: usize,
     segments: Segments,
+    /// What each segment computes.
+    parts: &'static [Part],
 }
 
 /// A weight [out, in] with, perhaps, a bias.
@@ -141,7 +143,7 @@ impl Block {
     /// of the MLP; the products that end these give summands of the residual stream.
     pub fn split(mut self, division: &Division) -> Result<Block> {
         let place = division.split();
-        self.split = Some(SplitBlock { place, dim: self.parameters[0].shape[0], segments: segments(place.residual()) });
+        self.split = Some(SplitBlock { place, segments: segments(place.residual()), parts: PARTS_OF_TENSOR });
         division.cut(&self.name, &mut self.parameters)?;
         self.heads = division.heads();
         let HeadLayout { heads, kv_heads, .. } = self.heads;
@@ -149,8 +151,41 @@ impl Block {
         Ok(self)
     }
 
-    /// Attention over the normed input, before the product that ends it: [m, h c].
-    fn attend(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, h: Var) -> Result<Var> {
+    /// The same on the rows of one rank of a context-parallel group. Its queries stay where they
+    /// are, and the keys and values of all ranks are gathered.
+    pub fn on_rows(mut self) -> Block {
+        self.split = Some(match self.split.take() {
+            None => SplitBlock {
+                place: TensorSplit::WHOLE,
+                segments: segments_on_rows(),
+                parts: PARTS_OF_CONTEXT,
+            },
+            Some(split) => SplitBlock {
+                segments: segments_of_both(split.place.residual()),
+                parts: PARTS_OF_BOTH,
+                ..split
+            },
+        });
+        self
+    }
+
+    /// The queries of the normed input, and its keys and values side by side: [m, h c],
+    /// [m, 2 h_kv c].
+    fn project(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, h: Var) -> Result<[Var; 2]> {
+        let qkv = self.queries_and_keys(tape, cx, h)?;
+        Ok(tape.split_columns(&qkv, self.heads.heads * self.heads.head_dim)?)
+    }
+
+    /// Attention of this rank's queries over the gathered keys and values: [m, h c].
+    fn attend_to(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, q: &Var, kv: &Var) -> Result<Var> {
+        let Some(part) = &cx.batch.part else {
+            return Err(ModelError::Batch("a context-parallel rank takes its part of a micro-batch".into()));
+        };
+        Ok(tape.context_attention(q, kv, self.attention, &part.keys)?)
+    }
+
+    /// Queries, keys and values of the normed input, rotated: [m, (h + 2 h_kv) c].
+    fn queries_and_keys(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, h: Var) -> Result<Var> {
         let mut qkv = self.qkv.forward(tape, &h, Activation::None, None)?;
         drop(h);
         if let Some((query, key, eps)) = self.qk_norm {
@@ -160,6 +195,12 @@ impl Block {
             let table = rope.reaching(cx.batch.positions_end)?;
             qkv = tape.rope(qkv, self.heads, &table, &cx.batch.positions)?;
         }
+        Ok(qkv)
+    }
+
+    /// Attention over the normed input, before the product that ends it: [m, h c].
+    fn attend(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, h: Var) -> Result<Var> {
+        let qkv = self.queries_and_keys(tape, cx, h)?;
         match cx.cache.as_deref_mut() {
             None => Ok(tape.attention(&qkv, self.attention, &cx.batch.segments)?),
             Some(cache) => {
@@ -181,14 +222,29 @@ impl Block {
         }
     }
 
+    /// The second half of the block on whole products: `x + mlp(norm(x))`.
+    fn end(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, x: &Var) -> Result<Var> {
+        let h = self.norm[1].forward(tape, x)?;
+        let h = self.widen(tape, h)?;
+        self.rejoin(tape, cx, self.down, &h, x)
+    }
+
     /// `x + dropout(linear(h))`.
     fn rejoin(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, linear: Linear, h: &Var, x: &Var) -> Result<Var> {
         if self.dropout == 0.0 || !cx.training {
             return linear.forward(tape, h, Activation::None, Some(x));
         }
         let y = linear.forward(tape, h, Activation::None, None)?;
-        let y = tape.dropout(&y, self.dropout, true)?;
+        let y = self.drop(tape, cx, &y, 0..cx.batch.len())?;
         Ok(tape.add(x, &y)?)
+    }
+
+    /// Dropout of rows `here` of this rank's rows of the micro-batch.
+    fn drop(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, y: &Var, here: Range<usize>) -> Result<Var> {
+        let dim = y.tensor().last_dim();
+        let rows = cx.batch.rows_of(&here).into_iter();
+        let parts: Vec<Range<usize>> = rows.map(|rows| rows.start * dim..rows.end * dim).collect();
+        Ok(tape.dropout_of(y, self.dropout, cx.training, &parts)?)
     }
 
     /// `x + dropout(y + bias)`, where y is the sum of all ranks' products.
@@ -198,8 +254,7 @@ impl Block {
             y = tape.add_bias(&y, bias)?;
         }
         if let Some(split) = &self.split {
-            let first = split.place.rows(cx.batch.len())?.start * split.dim;
-            y = tape.dropout_from(&y, self.dropout, cx.training, first)?;
+            y = self.drop(tape, cx, &y, split.place.rows(cx.batch.len())?)?;
         }
         Ok(tape.add(x, &y)?)
     }
@@ -207,7 +262,7 @@ impl Block {
 
 /// The segments of a split block on a residual stream of this layout.
 fn segments(residual: Layout) -> Segments {
-    let value = |name, layout| Value { name, layout };
+    let value = Value::new;
     let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
     Segments {
         values: vec![
@@ -234,6 +289,82 @@ fn segments(residual: Layout) -> Segments {
         exchanges: [(1, 2), (3, 4), (6, 7), (8, 9)].map(|(from, to)| Exchange { from, to }).into(),
     }
 }
+
+/// The segments of a block on the rows of a rank that has whole products.
+fn segments_on_rows() -> Segments {
+    let value = |name| Value::new(name, Layout::Invariant);
+    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
+    let segments = Segments {
+        values: ["x", "q", "kv", "kv'", "y"].map(value).into(),
+        input: Some(0),
+        segments: vec![segment("project", vec![0], vec![0, 1, 2]), segment("attend", vec![0, 1, 3], vec![4])],
+        exchanges: vec![Exchange { from: 2, to: 3 }],
+    };
+    gathering(segments.on_rows(), 3)
+}
+
+/// The segments of a block of which a rank has rows and parts of products, on a residual stream of
+/// this layout over the tensor-parallel group.
+fn segments_of_both(residual: Layout) -> Segments {
+    let value = Value::new;
+    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
+    let segments = Segments {
+        values: vec![
+            value("x", residual),
+            value("h", residual),
+            value("h'", Layout::Replicated),
+            value("q", Layout::Split),
+            value("kv", Layout::Split),
+            value("kv'", Layout::Split),
+            value("a", Layout::Partial),
+            value("a'", residual),
+            value("x2", residual),
+            value("h2", residual),
+            value("h2'", Layout::Replicated),
+            value("b", Layout::Partial),
+            value("b'", residual),
+            value("y", residual),
+        ],
+        input: Some(0),
+        segments: vec![
+            segment("norm", vec![0], vec![0, 1]),
+            segment("project", vec![2], vec![3, 4]),
+            segment("attend", vec![3, 5], vec![6]),
+            segment("rejoin", vec![0, 7], vec![8, 9]),
+            segment("mlp", vec![10], vec![11]),
+            segment("output", vec![8, 12], vec![13]),
+        ],
+        exchanges: [(1, 2), (4, 5), (6, 7), (9, 10), (11, 12)].map(|(from, to)| Exchange { from, to }).into(),
+    };
+    gathering(segments.on_rows(), 5)
+}
+
+/// Makes value `gathered` one that every rank of the context-parallel group has whole, for its own
+/// queries.
+fn gathering(mut segments: Segments, gathered: usize) -> Segments {
+    segments.values[gathered].context = Layout::Replicated;
+    segments
+}
+
+/// The work of a segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Part {
+    Norm,
+    Attention,
+    Project,
+    Attend,
+    /// Attention over gathered keys and values and all that follows, on whole products.
+    AttendAndEnd,
+    /// The norm, then as [`Part::Project`].
+    NormAndProject,
+    Rejoin,
+    Mlp,
+    Output,
+}
+
+const PARTS_OF_TENSOR: &[Part] = &[Part::Norm, Part::Attention, Part::Rejoin, Part::Mlp, Part::Output];
+const PARTS_OF_CONTEXT: &[Part] = &[Part::NormAndProject, Part::AttendAndEnd];
+const PARTS_OF_BOTH: &[Part] = &[Part::Norm, Part::Project, Part::Attend, Part::Rejoin, Part::Mlp, Part::Output];
 
 impl Linear {
     fn forward(&self, tape: &mut Tape<'_>, x: &Var, activation: Activation, residual: Option<&Var>) -> Result<Var> {
@@ -266,26 +397,41 @@ impl Unit for Block {
         cx: &mut Forward<'_>,
         takes: &[Var],
     ) -> Result<Vec<Var>> {
-        if self.split.is_none() {
-            return Err(without_segments(&self.name));
-        }
-        match (segment, takes) {
-            (0, [x]) => Ok(vec![x.clone(), self.norm[0].forward(tape, x)?]),
-            (1, [h]) => {
+        let split = self.split.as_ref().ok_or_else(|| without_segments(&self.name))?;
+        let unknown = || no_segment(&self.name, segment, takes.len());
+        match (*split.parts.get(segment).ok_or_else(unknown)?, takes) {
+            (Part::Norm, [x]) => Ok(vec![x.clone(), self.norm[0].forward(tape, x)?]),
+            (Part::NormAndProject, [x]) => {
+                let h = self.norm[0].forward(tape, x)?;
+                let [q, kv] = self.project(tape, cx, h)?;
+                Ok(vec![x.clone(), q, kv])
+            }
+            (Part::Project, [h]) => Ok(self.project(tape, cx, h.clone())?.into()),
+            (Part::Attention, [h]) => {
                 let heads = self.attend(tape, cx, h.clone())?;
                 Ok(vec![self.out.product(tape, &heads)?])
             }
-            (2, [x, sum]) => {
+            (Part::Attend, [q, kv]) => {
+                let heads = self.attend_to(tape, cx, q, kv)?;
+                Ok(vec![self.out.product(tape, &heads)?])
+            }
+            (Part::AttendAndEnd, [x, q, kv]) => {
+                let h = self.attend_to(tape, cx, q, kv)?;
+                let x = self.rejoin(tape, cx, self.out, &h, x)?;
+                drop(h);
+                Ok(vec![self.end(tape, cx, &x)?])
+            }
+            (Part::Rejoin, [x, sum]) => {
                 let x = self.rejoin_sum(tape, cx, self.out, sum, x)?;
                 let h = self.norm[1].forward(tape, &x)?;
                 Ok(vec![x, h])
             }
-            (3, [h]) => {
+            (Part::Mlp, [h]) => {
                 let wide = self.widen(tape, h.clone())?;
                 Ok(vec![self.down.product(tape, &wide)?])
             }
-            (4, [x, sum]) => Ok(vec![self.rejoin_sum(tape, cx, self.down, sum, x)?]),
-            _ => Err(no_segment(&self.name, segment, takes.len())),
+            (Part::Output, [x, sum]) => Ok(vec![self.rejoin_sum(tape, cx, self.down, sum, x)?]),
+            _ => Err(unknown()),
         }
     }
 
@@ -299,9 +445,7 @@ impl Unit for Block {
             let h = self.attend(tape, cx, h)?;
             self.rejoin(tape, cx, self.out, &h, x)?
         };
-        let h = self.norm[1].forward(tape, &x)?;
-        let h = self.widen(tape, h)?;
-        self.rejoin(tape, cx, self.down, &h, &x)
+        self.end(tape, cx, &x)
     }
 }
 

@@ -7,6 +7,7 @@ use crate::unit::{
     Exchange, Forward, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, without_segments,
 };
 use crate::{Result, units};
+use std::ops::Range;
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_program::Layout;
 use trainyard_tensor::ops::TablePart;
@@ -25,7 +26,8 @@ pub struct Embedding {
 #[derive(Debug)]
 struct SplitEmbedding {
     place: TensorSplit,
-    tokens: TablePart,
+    /// The rows of the token table that it has; None for all.
+    tokens: Option<TablePart>,
     dim: usize,
     segments: Segments,
 }
@@ -60,7 +62,7 @@ impl Embedding {
         let dim = self.parameters[0].shape[1];
         division.cut("embedding", &mut self.parameters)?;
         let (place, residual) = (division.split(), division.split().residual());
-        let value = |name, layout| Value { name, layout };
+        let value = Value::new;
         let segments = Segments {
             values: vec![value("e", Layout::Partial), value("e'", residual), value("x", residual)],
             input: None,
@@ -70,8 +72,24 @@ impl Embedding {
             ],
             exchanges: vec![Exchange { from: 0, to: 1 }],
         };
-        self.split = Some(SplitEmbedding { place, tokens: division.vocabulary(), dim, segments });
+        self.split = Some(SplitEmbedding { place, tokens: Some(division.vocabulary()), dim, segments });
         Ok(self)
+    }
+
+    /// The same on the rows of one rank of a context-parallel group.
+    pub fn on_rows(mut self) -> Embedding {
+        let dim = self.parameters[0].shape[1];
+        let whole = || SplitEmbedding { place: TensorSplit::WHOLE, tokens: None, dim, segments: Segments::whole(false) };
+        let split = self.split.take().unwrap_or_else(whole);
+        self.split = Some(SplitEmbedding { segments: split.segments.clone().on_rows(), ..split });
+        self
+    }
+
+    /// Dropout of this rank's rows `here` of the batch.
+    fn drop(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, x: &Var, dim: usize, here: &Range<usize>) -> Result<Var> {
+        let rows = cx.batch.rows_of(here).into_iter();
+        let parts: Vec<Range<usize>> = rows.map(|rows| rows.start * dim..rows.end * dim).collect();
+        Ok(tape.dropout_of(x, self.dropout, cx.training, &parts)?)
     }
 }
 
@@ -97,15 +115,20 @@ impl Unit for Embedding {
     ) -> Result<Vec<Var>> {
         let split = self.split.as_ref().ok_or_else(|| without_segments("embedding"))?;
         let rows = split.place.rows(cx.batch.len())?;
+        let Some(tokens) = split.tokens else {
+            let positions = self.positions.map(|table| (&cx.batch.positions, table));
+            let x = tape.embedding(&cx.batch.tokens, self.tokens, positions)?;
+            return Ok(vec![self.drop(tape, cx, &x, split.dim, &rows)?]);
+        };
         match (segment, takes) {
-            (0, []) => Ok(vec![tape.embedding_part(&cx.batch.tokens, self.tokens, split.tokens)?]),
+            (0, []) => Ok(vec![tape.embedding_part(&cx.batch.tokens, self.tokens, tokens)?]),
             (1, [e]) => {
                 let mut x = e.clone();
                 if let Some(table) = self.positions {
                     let positions = tape.embedding(&cx.batch.positions.narrow(rows.clone())?, table, None)?;
                     x = tape.add(&x, &positions)?;
                 }
-                Ok(vec![tape.dropout_from(&x, self.dropout, cx.training, rows.start * split.dim)?])
+                Ok(vec![self.drop(tape, cx, &x, split.dim, &rows)?])
             }
             _ => Err(no_segment("embedding", segment, takes.len())),
         }

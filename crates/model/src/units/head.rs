@@ -29,7 +29,8 @@ pub struct Head {
 #[derive(Debug)]
 struct SplitHead {
     place: TensorSplit,
-    vocabulary: TablePart,
+    /// The rows of the vocabulary that it has; None for all.
+    vocabulary: Option<TablePart>,
     segments: Segments,
 }
 
@@ -56,7 +57,7 @@ impl Head {
     pub fn split(mut self, division: &Division) -> Result<Head> {
         division.cut("head", &mut self.parameters)?;
         let (place, residual) = (division.split(), division.split().residual());
-        let value = |name, layout| Value { name, layout };
+        let value = Value::new;
         let segments = Segments {
             values: vec![
                 value("x", residual),
@@ -74,8 +75,42 @@ impl Head {
             ],
             exchanges: vec![Exchange { from: 1, to: 2 }, Exchange { from: 3, to: 4 }],
         };
-        self.split = Some(SplitHead { place, vocabulary: division.vocabulary(), segments });
+        self.split = Some(SplitHead { place, vocabulary: Some(division.vocabulary()), segments });
         Ok(self)
+    }
+
+    /// The same on the rows of one rank of a context-parallel group, whose losses are summands of
+    /// the whole one.
+    pub fn on_rows(mut self) -> Head {
+        let whole = || SplitHead { place: TensorSplit::WHOLE, vocabulary: None, segments: Segments::whole(true) };
+        let split = self.split.take().unwrap_or_else(whole);
+        let mut segments = split.segments.clone().on_rows();
+        if let Some(loss) = segments.values.last_mut() {
+            loss.context = Layout::Partial;
+        }
+        self.split = Some(SplitHead { segments, ..split });
+        self
+    }
+
+    /// All of it, on the rows that are here.
+    fn whole(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var> {
+        let x = require_input("head", input)?;
+        match cx.output {
+            Output::Loss { scale } => {
+                let h = self.norm.forward(tape, x)?;
+                Ok(tape.linear_cross_entropy(&h, self.weight, cx.targets()?, scale)?)
+            }
+            Output::Logits => {
+                let h = self.norm.forward(tape, x)?;
+                Ok(tape.linear(&h, self.weight, Default::default())?)
+            }
+            Output::LastLogits => {
+                let rows = x.tensor().rows();
+                let last = tape.constant(x.tensor().narrow(rows - 1..rows)?);
+                let h = self.norm.forward(tape, &last)?;
+                Ok(tape.linear(&h, self.weight, Default::default())?)
+            }
+        }
     }
 
     /// The logits of the last row of h.
@@ -112,12 +147,13 @@ impl Unit for Head {
     ) -> Result<Vec<Var>> {
         let split = self.split.as_ref().ok_or_else(|| without_segments("head"))?;
         split.place.rows(cx.batch.len())?;
+        let Some(vocabulary) = split.vocabulary else { return Ok(vec![self.whole(tape, cx, takes.first())?]) };
         Ok(vec![match (segment, takes) {
             (0, [x]) => self.norm.forward(tape, x)?,
             (1, [h]) => {
                 let statistics = match cx.output {
                     Output::Loss { .. } => {
-                        tape.vocabulary_statistics(h, self.weight, split.vocabulary, cx.targets()?)?
+                        tape.vocabulary_statistics(h, self.weight, vocabulary, cx.targets()?)?
                     }
                     // Logits need none.
                     Output::Logits | Output::LastLogits => {
@@ -129,7 +165,7 @@ impl Unit for Head {
             }
             (2, [h, statistics]) => match cx.output {
                 Output::Loss { scale } => {
-                    let (part, statistics) = (split.vocabulary, statistics.tensor());
+                    let (part, statistics) = (vocabulary, statistics.tensor());
                     tape.part_cross_entropy(h, self.weight, part, statistics, cx.targets()?, scale)?
                 }
                 Output::Logits => tape.linear(h, self.weight, Default::default())?,
@@ -143,22 +179,6 @@ impl Unit for Head {
         if self.split.is_some() {
             return Err(in_segments("head"));
         }
-        let x = require_input("head", input)?;
-        match cx.output {
-            Output::Loss { scale } => {
-                let h = self.norm.forward(tape, x)?;
-                Ok(tape.linear_cross_entropy(&h, self.weight, cx.targets()?, scale)?)
-            }
-            Output::Logits => {
-                let h = self.norm.forward(tape, x)?;
-                Ok(tape.linear(&h, self.weight, Default::default())?)
-            }
-            Output::LastLogits => {
-                let rows = x.tensor().rows();
-                let last = tape.constant(x.tensor().narrow(rows - 1..rows)?);
-                let h = self.norm.forward(tape, &last)?;
-                Ok(tape.linear(&h, self.weight, Default::default())?)
-            }
-        }
+        self.whole(tape, cx, input)
     }
 }

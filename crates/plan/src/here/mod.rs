@@ -1,7 +1,7 @@
 //! The ways of running a configuration on the machine at hand, priced one by one.
 //!
-//! The global batch is fixed. The search varies ranks, pipeline stages and tensor-parallel degree,
-//! sharding (ZeRO stage, resharding), micro-batch and accumulation, recomputation and the reduction
+//! The global batch is fixed. The search varies ranks, pipeline stages, context- and tensor-parallel
+//! degree, sharding (ZeRO stage, resharding), micro-batch and accumulation, recomputation and the reduction
 //! schedule. A way is a few settings over the configuration, so the priced way is the one that runs.
 //! Whoever calls prices it: by lowering the configuration with these settings, executing it on the
 //! `meta` device, and simulating it with the profile of the machine.
@@ -99,9 +99,9 @@ pub type Price<'a, E> = dyn FnMut(Asked) -> Result<Option<Way>, E> + 'a;
 pub struct Asked {
     /// Settings over the configuration, as `--set` takes them.
     pub sets: Vec<String>,
-    /// The pipeline stages and tensor-parallel degree that the settings mean. Degrees given by hand
+    /// The pipeline stages, context-parallel and tensor-parallel degree that the settings mean. Degrees given by hand
     /// are those of another way.
-    pub stages_and_tensor: (usize, usize),
+    pub model_degrees: [usize; 3],
 }
 
 /// Nothing can be chosen.
@@ -194,7 +194,7 @@ impl Ways {
         price: &mut Price<'_, E>,
     ) -> Result<(), E> {
         for sets in saved {
-            let Some(way) = price(Asked { sets, stages_and_tensor: (sharing.stages, sharing.tensor) })? else {
+            let Some(way) = price(Asked { sets, model_degrees: [sharing.stages, sharing.context, sharing.tensor] })? else {
                 continue;
             };
             let on_host = room.share(sharing.ranks()).is_none_or(|share| way.pinned_bytes <= share);

@@ -11,6 +11,10 @@ pub struct Base {
     pub sequence_length: usize,
     /// Pipeline stages.
     pub pipeline: usize,
+    /// Context-parallel degree.
+    pub context: usize,
+    /// True if ranks can divide sequences here: on processors.
+    pub divides_sequences: bool,
     /// Tensor-parallel degree.
     pub tensor: usize,
     /// Numbers of ranks that are tried: up to the cores or GPUs (or what the degrees above make), or the
@@ -18,13 +22,14 @@ pub struct Base {
     pub ranks: std::ops::RangeInclusive<usize>,
 }
 
-/// The division of a way among ranks: pipeline stages and ranks that share every product, then, of
-/// the ranks that see different data, replicas and shards, ZeRO stage, and resharding after
-/// forward.
+/// The division of a way among ranks: pipeline stages, ranks that share every sequence and ranks that
+/// share every product, then, of the ranks that see different data, replicas and shards, ZeRO stage,
+/// and resharding after forward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Sharing {
     pub(super) pipeline: Option<&'static str>,
     pub(super) stages: usize,
+    pub(super) context: usize,
     pub(super) tensor: usize,
     pub(super) data: usize,
     pub(super) shard: usize,
@@ -35,11 +40,15 @@ pub(super) struct Sharing {
 impl Sharing {
     /// Ranks of the whole division.
     pub(super) fn ranks(&self) -> usize {
-        self.stages * self.tensor * self.data
+        self.stages * self.context * self.tensor * self.data
     }
 }
 
-/// The most ranks that divide a model among them, by stages and products. More exchange more than
+/// The fewest tokens of a sequence that a context-parallel rank is given, unless the configuration
+/// asks for fewer: exchanges of shorter parts take longer than they save.
+const CONTEXT_TOKENS_MIN: usize = 1024;
+
+/// The most ranks that divide a model among them, by stages, sequences and products. More exchange more than
 /// they save on one machine.
 const MODEL_RANKS_MAX: usize = 8;
 
@@ -52,20 +61,23 @@ const ACCUMULATION_MAX: usize = 32;
 
 /// The possible divisions among ranks. The ranks that see different data divide the batch.
 pub(super) fn sharings(base: &Base) -> Vec<Sharing> {
-    let own = base.pipeline * base.tensor;
+    let own = base.pipeline * base.context * base.tensor;
     let mut all = Vec::new();
     for ranks in base.ranks.clone() {
         let divisors = |of: usize| (1..=of).filter(move |part| of.is_multiple_of(*part));
         for stages in divisors(ranks) {
-            for tensor in divisors(ranks / stages) {
-                let (model, data) = (stages * tensor, ranks / stages / tensor);
+            let parts = divisors(ranks / stages).filter(|context| base.divides_sequences_by(*context));
+            for (context, tensor) in parts.flat_map(|c| divisors(ranks / stages / c).map(move |t| (c, t))) {
+                let model = stages * context * tensor;
+                let data = ranks / model;
                 if model > own.max(MODEL_RANKS_MAX) || !base.global_batch.is_multiple_of(data) {
                     continue;
                 }
                 if stages == 1 {
-                    divide_state(None, [1, tensor, data], &mut all);
+                    divide_state(None, [1, context, tensor, data], &mut all);
                 } else {
-                    PIPELINES.iter().for_each(|order| divide_state(Some(order), [stages, tensor, data], &mut all));
+                    let all = &mut all;
+                    PIPELINES.iter().for_each(|order| divide_state(Some(order), [stages, context, tensor, data], all));
                 }
             }
         }
@@ -73,13 +85,25 @@ pub(super) fn sharings(base: &Base) -> Vec<Sharing> {
     all
 }
 
+impl Base {
+    /// True if `context` ranks can share every sequence, with enough tokens for each.
+    fn divides_sequences_by(&self, context: usize) -> bool {
+        let enough = context == self.context || self.sequence_length / context >= CONTEXT_TOKENS_MIN;
+        context == 1 || self.divides_sequences && self.sequence_length.is_multiple_of(2 * context) && enough
+    }
+}
+
 /// The ways of dividing the state among the ranks that see different data. Together with stages or
-/// split products only replicas and ZeRO-1 are tried: gradients and parameters are small then.
-fn divide_state(pipeline: Option<&'static str>, [stages, tensor, data]: [usize; 3], all: &mut Vec<Sharing>) {
-    let whole = Sharing { pipeline, stages, tensor, data, shard: 1, stage: 0, reshard: true };
+/// split sequences or products only replicas and ZeRO-1 are tried: gradients and parameters are small then.
+fn divide_state(
+    pipeline: Option<&'static str>,
+    [stages, context, tensor, data]: [usize; 4],
+    all: &mut Vec<Sharing>,
+) {
+    let whole = Sharing { pipeline, stages, context, tensor, data, shard: 1, stage: 0, reshard: true };
     all.push(whole);
     let kinds = [(1, true), (2, true), (3, true), (3, false)];
-    let kinds = if stages * tensor > 1 { &kinds[..1] } else { &kinds[..] };
+    let kinds = if stages * context * tensor > 1 { &kinds[..1] } else { &kinds[..] };
     for shard in (2..=data).filter(|shard| data.is_multiple_of(*shard)) {
         all.extend(kinds.iter().map(|(stage, reshard)| Sharing { shard, stage: *stage, reshard: *reshard, ..whole }));
     }
@@ -96,7 +120,7 @@ pub(super) fn micro_batches(base: &Base, sharing: Sharing) -> Vec<usize> {
 /// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`, and sums per
 /// micro-batch if `each`.
 pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
-    let Sharing { pipeline, stages, tensor, data, shard, stage, reshard } = sharing;
+    let Sharing { pipeline, stages, context, tensor, data, shard, stage, reshard } = sharing;
     let mut sets = vec![
         format!("training.global_batch_size={}", base.global_batch),
         format!("training.micro_batch_size={micro}"),
@@ -116,12 +140,15 @@ pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, 
         sets.push(format!("parallel.pipeline_parallel_degree={stages}"));
     }
     sets.extend(pipeline.map(|order| format!("parallel.pipeline_schedule={order}")));
+    if context > 1 || base.context > 1 {
+        sets.push(format!("parallel.context_parallel_degree={context}"));
+    }
     if tensor > 1 || base.tensor > 1 {
         sets.push(format!("parallel.tensor_parallel_degree={tensor}"));
     }
     if tensor > 1 {
         // Rows that do not divide evenly stay whole.
-        let rows = (micro * base.sequence_length).is_multiple_of(tensor);
+        let rows = (micro * base.sequence_length / context).is_multiple_of(tensor);
         sets.push(format!("parallel.sequence_parallel={rows}"));
     }
     sets

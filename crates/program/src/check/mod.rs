@@ -167,8 +167,9 @@ fn tables(program: &Program) -> Result<(), CheckError> {
     if !(program.chunks.is_empty() || program.chunks.len() == units) || program.chunks.contains(&0) {
         return malformed(format!("chunks do not fit {units} units: {:?}", program.chunks));
     }
-    if !program.splits.is_empty() && (program.splits.len() != units || mesh.tp == 1) {
-        return malformed(format!("{} of {units} units are split over {} ranks", program.splits.len(), mesh.tp));
+    if !program.splits.is_empty() && (program.splits.len() != units || mesh.tp * mesh.cp == 1) {
+        let ranks = mesh.tp * mesh.cp;
+        return malformed(format!("{} of {units} units are split over {ranks} ranks", program.splits.len()));
     }
     for (name, split) in program.units.iter().zip(&program.splits) {
         if let Some(fault) = split.fault() {

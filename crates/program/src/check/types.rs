@@ -8,8 +8,8 @@
 //!    border ([`rules`]). Units fit together: one's output has the layout of the next one's input.
 //! 2. In the program's own order, a segment finds the values that it takes in their layouts, and a
 //!    backward segment the gradients of those that it gives.
-//! 3. Each exchange is the collective that its border's layouts ask for, over the tensor-parallel
-//!    group, and takes place once.
+//! 3. Each exchange is the collective that its border's layouts ask for, over the group whose layout
+//!    changes there (tensor or context), and takes place once.
 //! 4. Gradients, targets and the norm are summed over the axes along which ranks differ, and over
 //!    no other. (`gradients` counts the sums.)
 
@@ -23,7 +23,7 @@ pub fn check(program: &Program) -> Result<(), CheckError> {
     for (unit, split) in program.splits.iter().enumerate() {
         let last = unit + 1 == program.splits.len();
         let after = program.splits.get(unit + 1);
-        let fault = rules(split, last).or_else(|| after.and_then(|after| fault_between(split, after)));
+        let fault = rules(program, split, last).or_else(|| after.and_then(|after| fault_between(split, after)));
         if let Some(what) = fault {
             return Err(CheckError::Rule { unit: program.units[unit].clone(), what });
         }
@@ -38,13 +38,14 @@ pub fn check(program: &Program) -> Result<(), CheckError> {
 
 /// Describes the first layout of a split unit that breaks a rule. `last` is true for the unit that
 /// computes the loss.
-fn rules(split: &SplitShape, last: bool) -> Option<String> {
+fn rules(program: &Program, split: &SplitShape, last: bool) -> Option<String> {
     for (border, Border { from, to }) in (0..).zip(&split.borders) {
         let [from, to] = [from, to].map(|value| &split.values[*value as usize]);
+        let axis = split.axis(border);
         for phase in [Phase::Forward, Phase::Backward] {
             let flows = phase == Phase::Forward || split.has_gradient(split.borders[border as usize].to);
             if flows && split.change(border, phase).is_none() {
-                let (from, name, to) = (from.layout.name(), &from.name, to.layout.name());
+                let (from, name, to) = (from.over(axis).name(), &from.name, to.over(axis).name());
                 return Some(format!("no collective turns {name} from {from} into {to}, or its gradient back"));
             }
         }
@@ -53,11 +54,35 @@ fn rules(split: &SplitShape, last: bool) -> Option<String> {
     if last && split.values[output as usize].layout != Layout::Invariant {
         return Some("the loss is not invariant: each rank would have another one".to_owned());
     }
-    split.segments.iter().find_map(|segment| {
-        let makes_loss = last && segment.gives.contains(&output);
-        let made = segment.gives.iter().filter(|value| !segment.takes.contains(value));
-        made.copied().find_map(|value| fault_of_compute(split, segment, value, makes_loss))
-    })
+    let fault_over = |axis: Axis| {
+        split.segments.iter().find_map(|segment| {
+            let makes_loss = axis == Axis::Tensor && last && segment.gives.contains(&output);
+            let made = segment.gives.iter().filter(|value| !segment.takes.contains(value));
+            made.copied().find_map(|value| fault_of_compute(split, axis, segment, value, makes_loss))
+        })
+    };
+    fault_of_context(program, split, last).or_else(|| fault_over(Axis::Tensor)).or_else(|| fault_over(Axis::Context))
+}
+
+/// Describes a fault of the layouts over the context axis as a whole. Where the sequence is split,
+/// tokens enter split, and the loss is a sum of the ranks' parts; where it is not, ranks have no
+/// layout over that axis.
+fn fault_of_context(program: &Program, split: &SplitShape, last: bool) -> Option<String> {
+    if program.mesh.cp == 1 {
+        let value = split.values.iter().find(|value| value.context != Layout::Invariant)?;
+        let is = value.context.name();
+        return Some(format!("{} is {is} over context, and no ranks divide the sequence", value.name));
+    }
+    let output = &split.values[split.output() as usize];
+    let wanted = if last { Layout::Partial } else { Layout::Split };
+    if output.context != wanted {
+        let (is, wanted) = (output.context.name(), wanted.name());
+        return Some(format!("{} is {is} over context, and each rank has its part of the tokens: {wanted}", output.name));
+    }
+    let takes_nothing = |segment: &&SegmentShape| segment.takes.is_empty();
+    let from_tokens = split.segments.iter().filter(takes_nothing).flat_map(|segment| &segment.gives);
+    let wrong = from_tokens.map(|value| &split.values[*value as usize]).find(|value| value.context != Layout::Split)?;
+    Some(format!("{} is made of the rank's tokens, and {} over context", wrong.name, wrong.context.name()))
 }
 
 /// Describes an operand from which local compute cannot make `value` in its layout.
@@ -70,8 +95,14 @@ fn rules(split: &SplitShape, last: bool) -> Option<String> {
 ///
 /// The loss is the exception. It is computed from invariant statistics of all logits; its other
 /// operand is replicated, because each rank computes a part of its gradient.
-fn fault_of_compute(split: &SplitShape, segment: &SegmentShape, value: u32, makes_loss: bool) -> Option<String> {
-    let layout = |value: &u32| split.values[*value as usize].layout;
+fn fault_of_compute(
+    split: &SplitShape,
+    axis: Axis,
+    segment: &SegmentShape,
+    value: u32,
+    makes_loss: bool,
+) -> Option<String> {
+    let layout = |value: &u32| split.values[*value as usize].over(axis);
     let made = layout(&value);
     let has_statistics = segment.takes.iter().any(|value| layout(value) == Layout::Invariant);
     let fits = |operand: &Layout| match (made, operand) {
@@ -82,9 +113,10 @@ fn fault_of_compute(split: &SplitShape, segment: &SegmentShape, value: u32, make
     };
     let wrong = segment.takes.iter().find(|operand| !fits(&layout(operand)))?;
     let (operand, of) = (&split.values[*wrong as usize], &split.values[value as usize]);
-    let [is, makes] = [operand.layout.name(), made.name()];
+    let [is, makes] = [operand.over(axis).name(), made.name()];
+    let over = if axis == Axis::Context { " over context" } else { "" };
     Some(format!(
-        "segment {} makes {} {makes}, but takes {}, which is {is}: local compute cannot",
+        "segment {} makes {} {makes}{over}, but takes {}, which is {is}: local compute cannot",
         segment.name, of.name, operand.name
     ))
 }
@@ -95,11 +127,14 @@ fn fault_between(below: &SplitShape, above: &SplitShape) -> Option<String> {
     let Some(input) = above.input.map(|input| &above.values[input as usize]) else {
         return Some("the next unit takes no input".to_owned());
     };
-    if (output.layout, output.bytes) == (input.layout, input.bytes) {
+    if (output.layout, output.context, output.bytes) == (input.layout, input.context, input.bytes) {
         return None;
     }
-    let [gives, takes] =
-        [output, input].map(|value| format!("{} {} of {} bytes", value.layout.name(), value.name, value.bytes));
+    let [gives, takes] = [output, input].map(|value| {
+        let over = if output.context == input.context { "" } else { " over context" };
+        let layout = if output.context == input.context { value.layout } else { value.context };
+        format!("{}{over} {} of {} bytes", layout.name(), value.name, value.bytes)
+    });
     Some(format!("it gives {gives}, and the next unit takes {takes}"))
 }
 
@@ -299,7 +334,7 @@ impl<'p> Types<'p> {
         border: u32,
         (collective, axis, times): (Collective, Axis, u32),
     ) -> Verdict {
-        must(axis == Axis::Tensor && times == 1, || over_wrong(collective, axis))?;
+        must(axis == split.axis(border) && times == 1, || over_wrong(collective, axis))?;
         let Border { from, to } = split.borders[border as usize];
         let name = &split.values[from as usize].name;
         let right = split.collective(border, phase);
@@ -340,8 +375,10 @@ fn change_locally(split: &SplitShape, there: &mut [bool], value: u32, phase: Pha
 }
 
 fn is_missing(split: &SplitShape, segment: &str, value: u32, of: &str) -> String {
+    let border = split.borders.iter().position(|border| border.to == value);
+    let axis = border.map_or(Axis::Tensor, |border| split.axis(border as u32));
     let value = &split.values[value as usize];
-    format!("{segment} needs {of}{}, which is not there as {}", value.name, value.layout.name())
+    format!("{segment} needs {of}{}, which is not there as {}", value.name, value.over(axis).name())
 }
 
 /// True if the collectives of a kind that stand for those inside a whole unit run along `axis`.

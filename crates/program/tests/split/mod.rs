@@ -1,4 +1,5 @@
-//! The shapes of a small Llama whose units are split over a tensor-parallel group.
+//! The shapes of a small Llama whose units are split over a tensor-parallel group, a
+//! context-parallel group, or both.
 
 use trainyard_program::{Border, Layout, ModelShape, SegmentShape, SplitShape, UnitShape, ValueShape};
 
@@ -17,9 +18,76 @@ pub fn llama(blocks: usize, tp: u32, index: u32, sequence_parallel: bool, tied: 
     ModelShape { units, batch_bytes: 12 * TOKENS }
 }
 
-/// The shapes of all ranks of a tensor-parallel group.
-pub fn group(blocks: usize, tp: u32, sequence_parallel: bool, tied: bool) -> Vec<ModelShape> {
-    (0..tp).map(|index| llama(blocks, tp, index, sequence_parallel, tied)).collect()
+/// The shapes of all ranks of a tensor-parallel group, whose ranks have the sequences of one of `cp`
+/// ranks.
+pub fn group(blocks: usize, tp: u32, cp: u32, sequence_parallel: bool, tied: bool) -> Vec<ModelShape> {
+    let shape = |index| {
+        let mut shape = llama(blocks, tp, index, sequence_parallel, tied);
+        if cp > 1 {
+            shape.units.iter_mut().for_each(|unit| on_rows(unit, tp, u64::from(cp)));
+        }
+        shape
+    };
+    (0..tp).map(shape).collect()
+}
+
+/// Gives a unit of a tensor-parallel rank the rows of one of `cp` ranks. With `tp` of 1 it is one
+/// segment then, or two with the exchange of keys and values between them.
+fn on_rows(unit: &mut UnitShape, tp: u32, cp: u64) {
+    let split = unit.split.as_mut().unwrap();
+    let is_block = split.segments.len() == 5;
+    let value = |name: &str, like: &ValueShape| ValueShape { name: name.to_owned(), ..like.clone() };
+    if tp == 1 {
+        let (first, last) = (split.values[0].clone(), split.values.last().unwrap().clone());
+        let invariant = |of: &ValueShape| ValueShape { layout: Layout::Invariant, ..of.clone() };
+        let (x, y) = (invariant(&first), invariant(&last));
+        let saved = unit.saved_bytes;
+        split.borders.clear();
+        (split.values, split.segments) = match (split.input, is_block) {
+            (None, _) => (vec![y], vec![segment("all", &[], &[0], saved)]),
+            (_, false) => (vec![x, y], vec![segment("all", &[0], &[1], saved)]),
+            (_, true) => (
+                vec![x.clone(), value("q", &x), value("kv", &x), value("kv'", &x), y],
+                vec![
+                    segment("project", &[0], &[0, 1, 2], saved),
+                    segment("attend", &[0, 1, 3], &[4], [30, 20, 0]),
+                ],
+            ),
+        };
+        if is_block {
+            split.borders = vec![Border { from: 2, to: 3 }];
+        }
+        split.shared_gradient_elements = 0;
+    } else if is_block {
+        // Attention in two segments: values and borders after them move on by three.
+        let later = |index: u32| if index > 2 { index + 3 } else { index };
+        for of in split.segments.iter_mut().flat_map(|segment| segment.takes.iter_mut().chain(&mut segment.gives)) {
+            *of = later(*of);
+        }
+        for border in &mut split.borders {
+            (border.from, border.to) = (later(border.from), later(border.to));
+        }
+        let own = ValueShape { layout: Layout::Split, ..split.values[2].clone() };
+        for (at, name) in [(3, "q"), (4, "kv"), (5, "kv'")] {
+            split.values.insert(at, value(name, &own));
+        }
+        split.segments[1] = segment("attend", &[3, 5], &[6], [300, 200, 0]);
+        split.segments.insert(1, segment("project", &[2], &[3, 4], [200, 100, 0]));
+        split.borders.insert(1, Border { from: 4, to: 5 });
+    }
+    for value in &mut split.values {
+        let gathered = value.name == "kv'";
+        value.context = if gathered { Layout::Replicated } else { Layout::Split };
+        value.bytes = if gathered { value.bytes } else { value.bytes / cp };
+    }
+    if let Some(loss) = split.values.iter_mut().find(|value| value.name == "loss") {
+        (loss.context, loss.bytes) = (Layout::Partial, 4);
+    }
+    let saved = |keep: usize| split.segments.iter().map(|segment| segment.saved_bytes[keep]).sum();
+    unit.saved_bytes = [saved(0), saved(1), saved(2)];
+    if unit.output_bytes > 0 {
+        unit.output_bytes /= cp;
+    }
 }
 
 struct Split {
@@ -36,7 +104,7 @@ impl Split {
 
     fn value(&self, name: &str, layout: Layout) -> ValueShape {
         let bytes = if layout == Layout::Split { RESIDUAL / self.tp } else { RESIDUAL };
-        ValueShape { name: name.to_owned(), layout, bytes }
+        ValueShape { name: name.to_owned(), layout, bytes, ..ValueShape::default() }
     }
 
     /// Rows of the vocabulary: the first ranks have one more.
@@ -107,7 +175,7 @@ impl Split {
 
     fn head(&self, borrows: Vec<u32>) -> UnitShape {
         let statistics = 12 * TOKENS;
-        let small = |name: &str, layout, bytes| ValueShape { name: name.to_owned(), layout, bytes };
+        let small = |name: &str, layout, bytes| ValueShape { name: name.to_owned(), layout, bytes, ..ValueShape::default() };
         let values = vec![
             self.value("x", self.residual()),
             self.value("h", self.residual()),

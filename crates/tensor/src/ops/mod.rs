@@ -5,6 +5,7 @@
 //! gradients take `(&mut Tensor, bool)`: where to, and whether to overwrite.
 
 mod attention;
+mod context;
 mod embedding;
 pub mod fp8;
 mod linear;
@@ -16,6 +17,7 @@ mod pointwise;
 
 pub use crate::cpu::embedding::TablePart;
 pub use attention::{HeadLayout, Segments, attention, attention_backward, attention_decode, rope};
+pub use context::{ContextSegments, context_attention, context_attention_backward};
 pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
 pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
 pub use loss::{
@@ -24,8 +26,8 @@ pub use loss::{
 };
 pub use norm::{layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward};
 pub use pointwise::{
-    accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, dropout_from, swiglu,
-    swiglu_backward,
+    accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, dropout_from, dropout_of,
+    swiglu, swiglu_backward,
 };
 
 use crate::cpu::gemm::{Accumulate, Activation};

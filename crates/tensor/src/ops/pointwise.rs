@@ -7,6 +7,7 @@ use crate::cpu::philox::RandomKey;
 use crate::cpu::{cast as casts, dropout as dropouts, elementwise};
 use crate::error::Result;
 use crate::{Cost, DType, On, Tensor, Work, by_float, cuda, ensure_shape};
+use std::ops::Range;
 
 /// A kernel that goes over the elements of `x` and moves `tensors` once.
 fn elements_of(x: &Tensor, flops_per_element: usize, tensors: &[&Tensor]) -> Work {
@@ -203,15 +204,33 @@ pub fn dropout(x: &Tensor, probability: f32, key: RandomKey) -> Result<Tensor> {
 
 /// As [`dropout`], of a part of a tensor: `x` holds its elements `first ..`, and gets their masks.
 pub fn dropout_from(x: &Tensor, probability: f32, key: RandomKey, first: usize) -> Result<Tensor> {
+    dropout_of(x, probability, key, std::slice::from_ref(&(first..first + x.elements())))
+}
+
+/// As [`dropout`], of parts of a tensor: `x` holds its elements `parts`, one range after the other,
+/// and gets their masks.
+pub fn dropout_of(x: &Tensor, probability: f32, key: RandomKey, parts: &[Range<usize>]) -> Result<Tensor> {
     const OP: &str = "dropout";
+    let elements: usize = parts.iter().map(Range::len).sum();
+    ensure_shape!(elements == x.elements(), OP, "parts of {elements} elements for {}", x.shape());
     let rate = dropouts::DropRate::new(probability)?;
     let mut y = x.empty_like(*x.shape(), x.dtype())?;
     by_float!(OP, x.dtype(), T => x.device().launch_on(OP, elements_of(x, 1, &[x, x]), |on| {
-        let cpu = match on {
-            On::Cpu(cpu) => cpu,
-            On::Cuda(gpu) => return cuda::dropout(gpu, key, first, rate, x, None, &y),
-        };
-        dropouts::dropout(cpu, key, first as u64, rate, x.get::<T>(), y.get_mut::<T>());
+        let mut at = 0;
+        for part in parts {
+            let here = at..at + part.len();
+            at = here.end;
+            match on {
+                On::Cpu(cpu) => {
+                    let (x, y) = (&x.get::<T>()[here.clone()], &mut y.get_mut::<T>()[here]);
+                    dropouts::dropout(cpu, key, part.start as u64, rate, x, y);
+                }
+                On::Cuda(gpu) => {
+                    let [x, y] = [x, &y].map(|all| all.view(here.start, [here.len()]));
+                    cuda::dropout(gpu, key, part.start, rate, &x?, None, &y?)?;
+                }
+            }
+        }
         Ok(())
     })?);
     Ok(y)

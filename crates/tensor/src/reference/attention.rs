@@ -106,14 +106,21 @@ pub fn forward(spec: &AttentionSpec, q: &[f64], k: &[f64], v: &[f64], cu_q: &[i3
     result
 }
 
-/// Gradients of [`forward`] for the gradient `dout` of its output; queries and keys are the same
-/// tokens.
-pub fn backward(spec: &AttentionSpec, q: &[f64], k: &[f64], v: &[f64], dout: &[f64], cu: &[i32]) -> Backward {
+/// Gradients of [`forward`] for the gradient `dout` of its output.
+pub fn backward(
+    spec: &AttentionSpec,
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    dout: &[f64],
+    cu_q: &[i32],
+    cu_k: &[i32],
+) -> Backward {
     let d = spec.head_dim;
     let scale = spec.scale as f64;
-    let out = forward(spec, q, k, v, cu, cu).out.value;
+    let out = forward(spec, q, k, v, cu_q, cu_k).out.value;
     let mut result = Backward { dq: Valued::zeros(q.len()), dk: Valued::zeros(k.len()), dv: Valued::zeros(v.len()) };
-    for_queries(spec, cu, cu, |query, keys| {
+    for_queries(spec, cu_q, cu_k, |query, keys| {
         for head in 0..spec.heads {
             let kv_head = head / spec.group();
             let at = (query * spec.heads + head) * d;

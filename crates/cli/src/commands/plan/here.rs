@@ -115,10 +115,9 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
 /// The choices of `--fix`, as settings.
 fn held(fixed: &Fixed) -> Result<Vec<String>> {
     let Fixed { tp, pp, cp, ep, dp_replicate, dp_shard, zero_stage, micro_batch, accumulation, .. } = *fixed;
-    let degree = |degree: Option<u32>| degree.unwrap_or(1);
-    let mesh = Mesh { cp: degree(cp), ep: degree(ep), ..Mesh::default() };
-    if !runnable(&mesh).is_yes() {
-        bail!("--fix: {}; with --cluster it is priced", runnable(&mesh));
+    let mesh = Mesh { ep: ep.unwrap_or(1), ..Mesh::default() };
+    if !runnable(&mesh, false).is_yes() {
+        bail!("--fix: {}; with --cluster it is priced", runnable(&mesh, false));
     }
     let mode = fixed.checkpointing.map(|mode| match mode {
         Mode::None => "none",
@@ -129,6 +128,7 @@ fn held(fixed: &Fixed) -> Result<Vec<String>> {
     let numbers = [
         ("parallel.tensor_parallel_degree", tp),
         ("parallel.pipeline_parallel_degree", pp),
+        ("parallel.context_parallel_degree", cp),
         ("parallel.data_parallel_replicate_degree", dp_replicate),
         ("parallel.data_parallel_shard_degree", dp_shard),
         ("parallel.zero_stage", zero_stage.map(u32::from)),

@@ -190,6 +190,11 @@ pub fn unmasked_pairs(spec: &AttentionSpec, cu_seqlens: &[i32]) -> u64 {
     plan::segments(cu_seqlens, cu_seqlens).map(|segment| segment.pairs(spec)).sum()
 }
 
+/// As [`unmasked_pairs`], of [`forward_cross`].
+pub fn unmasked_pairs_cross(spec: &AttentionSpec, cu_q: &[i32], cu_k: &[i32]) -> u64 {
+    plan::segments(cu_q, cu_k).map(|segment| segment.pairs(spec)).sum()
+}
+
 /// Floating-point operations of [`forward`]: two products of `2 head_dim` per unmasked pair and
 /// query head.
 pub fn flops_forward(spec: &AttentionSpec, cu_seqlens: &[i32]) -> u64 {
@@ -395,15 +400,35 @@ pub fn backward<T: Element>(
     dk: RowsMut<'_, T>,
     dv: RowsMut<'_, T>,
 ) -> Result<(), AttentionError> {
+    backward_cross(cpu, spec, q, k, v, out, lse, dout, cu_seqlens, cu_seqlens, dq, dk, dv)
+}
+
+/// Gradients of [`forward_cross`], as [`backward`] gives those of [`forward`]. The rows of `dk` and
+/// `dv` of a segment without queries are left as they are.
+pub fn backward_cross<T: Element>(
+    cpu: &Cpu,
+    spec: &AttentionSpec,
+    q: Rows<'_, T>,
+    k: Rows<'_, T>,
+    v: Rows<'_, T>,
+    out: Rows<'_, T>,
+    lse: &[f32],
+    dout: Rows<'_, T>,
+    cu_q: &[i32],
+    cu_k: &[i32],
+    dq: RowsMut<'_, T>,
+    dk: RowsMut<'_, T>,
+    dv: RowsMut<'_, T>,
+) -> Result<(), AttentionError> {
     spec.check()?;
-    let tokens = q.rows();
+    let (queries, keys) = (q.rows(), k.rows());
     for (operand, shape) in [
-        ("q", (tokens, q.cols())),
+        ("q", (queries, q.cols())),
         ("out", (out.rows(), out.cols())),
         ("dout", (dout.rows(), dout.cols())),
         ("dq", (dq.rows(), dq.cols())),
     ] {
-        check_shape(operand, shape, (tokens, spec.q_cols()))?;
+        check_shape(operand, shape, (queries, spec.q_cols()))?;
     }
     for (operand, shape) in [
         ("k", (k.rows(), k.cols())),
@@ -411,12 +436,16 @@ pub fn backward<T: Element>(
         ("dk", (dk.rows(), dk.cols())),
         ("dv", (dv.rows(), dv.cols())),
     ] {
-        check_shape(operand, shape, (tokens, spec.kv_cols()))?;
+        check_shape(operand, shape, (keys, spec.kv_cols()))?;
     }
-    check_shape("lse", (1, lse.len()), (1, spec.heads * tokens))?;
-    check_segments("cu_seqlens", cu_seqlens, tokens)?;
+    check_shape("lse", (1, lse.len()), (1, spec.heads * queries))?;
+    check_segments("cu_q", cu_q, queries)?;
+    check_segments("cu_k", cu_k, keys)?;
+    if cu_q.len() != cu_k.len() {
+        return Err(AttentionError::SegmentCount { queries: cu_q.len() - 1, keys: cu_k.len() - 1 });
+    }
     let job = Backward { isa: cpu.isa, spec, q, k, v, out, lse, dout, dq, dk, dv };
-    let tasks = plan::tasks(spec, cu_seqlens, cu_seqlens, usize::MAX / 2, 1);
+    let tasks = plan::tasks(spec, cu_q, cu_k, usize::MAX / 2, 1);
     #[cfg(target_arch = "x86_64")]
     if let form @ (Form::Pairs | Form::Tiles) = Form::of(cpu.isa, T::DTYPE) {
         cpu.threads.for_each(tasks.len(), |task| {
