@@ -436,7 +436,7 @@ fn in_context(all: &mut Mutants) {
         all.exchange(base, "keys that are not waited for", early, ("block.0", "kv", F), nothing_waits_for);
         let late = ("unordered", "the gradient of kv");
         all.exchange(base, "a gradient that is not waited for", late, ("block.0", "kv", B), nothing_waits_for);
-        let local = ("layout", "by no collective here, not by all-gather");
+        let local = ("layout", "all-gather does not belong over context");
         all.declare_context(base, "keys declared the rank's own", local, "block.0", &[("kv'", Split)]);
         let alike = ("rule", "attend makes");
         all.declare_context(base, "keys declared alike on all ranks", alike, "block.0", &[("kv'", Invariant)]);
@@ -464,7 +464,7 @@ fn in_context(all: &mut Mutants) {
         }
     }
     let rows = ("rule", "no ranks divide the sequence");
-    all.declare_context(Base::Sequence, "rows of sequences that are whole", rows, "block.0", &[("h", Split)]);
+    all.declare_context(Base::Sequence, "rows of sequences that are whole", rows, "block.0", &[("x2", Split)]);
     let clip = |action: &Action| matches!(action, Action::Clip { .. });
     let same = ("layout", "hold the same gradients");
     for axis in [Axis::Context, Axis::Shard] {

@@ -145,12 +145,17 @@ fn passes(program: &Program) -> Vec<Pass> {
             Action::Backward { unit, segment, micro_batch, .. } => (unit, segment, micro_batch, Phase::Backward),
             _ => continue,
         };
-        let segments = program.split_of(unit).map_or(1, |split| split.segments.len() as u32);
+        let split = program.split_of(unit);
+        let segments = split.map_or(1, |split| split.segments.len() as u32);
         let forwarded = &mut forwarded[(unit * program.micro_batches + micro_batch) as usize];
         let backward = phase == Phase::Backward || *forwarded;
         let place = if phase == Phase::Backward { 2 * segments - segment } else { segment };
-        let goes_on = before.is_some_and(|(of, earlier)| of == (unit, micro_batch, backward) && earlier <= place);
-        match passes.last_mut().filter(|_| goes_on && segments > 1) {
+        let goes_on = before.is_some_and(|(of, earlier)| {
+            // The halves of the one segment's backward are passes of their own.
+            let follows = if segments > 1 { earlier <= place } else { earlier < place };
+            of == (unit, micro_batch, backward) && follows
+        });
+        match passes.last_mut().filter(|_| goes_on && split.is_some()) {
             Some(pass) => {
                 pass.last = number;
                 pass.actions.push(action);
