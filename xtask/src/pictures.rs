@@ -5,7 +5,6 @@
 //! `--check` nothing is written, and a picture that differs from its file fails the command;
 //! `cargo xtask test` runs that.
 
-mod context;
 mod data;
 mod memory;
 mod mesh;
@@ -75,7 +74,6 @@ fn all() -> Result<Vec<(&'static str, String)>> {
         ("plans.svg", steps::plans()?),
         ("schedules.svg", schedules::picture()),
         ("tensor.svg", tensor::picture()),
-        ("context.svg", context::picture()?),
     ])
 }
 

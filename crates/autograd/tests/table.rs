@@ -75,9 +75,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                 .map(|(spec, own)| {
                     let segments =
                         ContextSegments::new(&[0, 4, 10, 12], &gathered[own..own + 2], gathered.clone()).unwrap();
-                    example(&[&[6, 24], &[12, 24]], &[], move |t, x| {
-                        t.context_attention(&x[0], &x[1], spec, &segments)
-                    })
+                    example(&[&[6, 24], &[12, 24]], &[], move |t, x| t.context_attention(&x[0], &x[1], spec, &segments))
                 })
                 .collect()
         }

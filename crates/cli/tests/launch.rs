@@ -61,6 +61,14 @@ const TENSOR_PIPELINE: [&str; 5] = [
     "model.dropout=0.1",
 ];
 
+/// Sequences divided in two, products too.
+const CONTEXT: [&str; 4] = [
+    "parallel.ranks=4",
+    "parallel.context_parallel_degree=2",
+    "parallel.tensor_parallel_degree=2",
+    "parallel.zero_stage=1",
+];
+
 /// The losses and norms of a run's steps.
 fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 3]> {
     let text = fs::read_to_string(folder.join(&format!("runs/{run}/metrics.jsonl"))).expect("metrics");
@@ -71,9 +79,12 @@ fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 3]> {
 #[test]
 fn launched_processes_train_the_bits_of_threads() {
     let folder = Folder::new();
-    for (name, ranks, sets) in
-        [("zero-3", 2, &ZERO_3[..]), ("hybrid", 4, &HYBRID), ("tensor-pipeline", 4, &TENSOR_PIPELINE)]
-    {
+    for (name, ranks, sets) in [
+        ("zero-3", 2, &ZERO_3[..]),
+        ("hybrid", 4, &HYBRID),
+        ("tensor-pipeline", 4, &TENSOR_PIPELINE),
+        ("context", 4, &CONTEXT),
+    ] {
         let threads = format!("{name}-threads");
         run(&folder, &train(&threads, sets), "").ok();
         let ran = run(&folder, &launch(ranks, &[], &train(name, sets)), "").ok();

@@ -100,12 +100,14 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
 }
 
 /// Unsets keys of the run's file that mean nothing under the degrees that overrides ask for: the
-/// schedule of a pipeline that ends, the rows that no group divides any more, the number of ranks
+/// schedule of a pipeline that ends, the rows and sequences that no group divides any more, the
+/// number of ranks
 /// that was the product of other degrees. Keys that are overridden themselves stay.
 fn forget_dependents(config: &mut Config) {
     let is_set = |config: &Config, key: &str| matches!(config.origin(&format!("parallel.{key}")), Origin::Set(_));
     let pipeline = is_set(config, "pipeline_parallel_degree");
     let tensor = is_set(config, "tensor_parallel_degree");
+    let context = is_set(config, "context_parallel_degree");
     let data = is_set(config, "data_parallel_replicate_degree") || is_set(config, "data_parallel_shard_degree");
     if pipeline && config.parallel.pipeline_parallel_degree == 1 {
         if !is_set(config, "pipeline_schedule") {
@@ -121,7 +123,10 @@ fn forget_dependents(config: &mut Config) {
     if tensor && config.parallel.tensor_parallel_degree == 1 && !is_set(config, "sequence_parallel") {
         config.parallel.sequence_parallel = None;
     }
-    if (pipeline || tensor || data) && !is_set(config, "ranks") {
+    if context && config.parallel.context_parallel_degree == 1 && !is_set(config, "context_parallel_load_balance") {
+        config.parallel.context_parallel_load_balance = None;
+    }
+    if (pipeline || context || tensor || data) && !is_set(config, "ranks") {
         config.parallel.ranks = None;
     }
 }

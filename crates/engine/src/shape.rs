@@ -14,8 +14,8 @@ use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::{
-    Activation, BatchShape, Chunks, ContextSplit, Family, Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Unit,
-    Value, hf,
+    Activation, BatchShape, Chunks, ContextSplit, Family, Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment,
+    TensorSplit, Unit, Value, hf,
 };
 use trainyard_program::{
     Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,

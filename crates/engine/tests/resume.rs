@@ -50,9 +50,11 @@ fn a_degree_of_one_takes_along_the_keys_that_depend_on_it() {
     let folder = folder.path();
     let pipeline = ["parallel.pipeline_parallel_degree=2", "parallel.pipeline_schedule='gpipe'"];
     let split = ["parallel.tensor_parallel_degree=2", "parallel.sequence_parallel=true", "parallel.ranks=2"];
+    let context = ["parallel.context_parallel_degree=2", "parallel.context_parallel_load_balance=true"];
     for (name, sets, on) in [
         ("pipeline", &pipeline[..], "parallel.pipeline_parallel_degree=1"),
         ("split", &split[..], "parallel.tensor_parallel_degree=1"),
+        ("context", &context[..], "parallel.context_parallel_degree=1"),
     ] {
         start(folder, name, sets, "training.steps=2");
         let (run_folder, sets) = (folder.join(name), [on.to_owned(), "training.steps=3".to_owned()]);

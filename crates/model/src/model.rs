@@ -72,7 +72,8 @@ impl Model {
 
     /// A model of the caller's own units. `vocab_size` bounds tokens and targets.
     pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
-        let model = Model { spec: None, division: None, context: ContextSplit::WHOLE, units, vocab_size, positions_max: None };
+        let model =
+            Model { spec: None, division: None, context: ContextSplit::WHOLE, units, vocab_size, positions_max: None };
         model.check_units()?;
         Ok(model)
     }

@@ -371,6 +371,32 @@ fn divide_heads(heads: usize, kv_heads: usize, ranks: usize) -> Option<Vec<Range
 mod tests {
     use super::*;
 
+    #[test]
+    fn chunks_of_ranks_are_all_of_every_sequence_and_cost_alike_under_zigzag() {
+        for chunks in [Chunks::Zigzag, Chunks::Contiguous] {
+            for ranks in [1, 2, 3, 4] {
+                let (length, sequences) = (24 * ranks, 3);
+                let of = |rank| ContextSplit { rank, ranks, length, chunks };
+                let rows = |rank| of(rank).rows_of(rank, sequences * length).unwrap();
+                let mut all: Vec<usize> = (0..ranks).flat_map(rows).flatten().collect();
+                // The keys that causal queries see.
+                let work = |rank| rows(rank).into_iter().flatten().map(|row| row % length + 1).sum::<usize>();
+                let works: Vec<usize> = (0..ranks).map(work).collect();
+                let alike = works.iter().all(|work| *work == works[0]);
+                assert_eq!(alike, ranks == 1 || chunks == Chunks::Zigzag, "{chunks:?} {ranks}: {works:?}");
+                assert_eq!(of(0).gathered(sequences * length).unwrap().into_iter().flatten().count(), all.len());
+                all.sort_unstable();
+                assert!(all.into_iter().eq(0..sequences * length));
+            }
+        }
+        let split = ContextSplit { rank: 1, ranks: 2, length: 8, chunks: Chunks::Zigzag };
+        assert_eq!(split.rows_of(1, 16).unwrap(), [2..4, 10..12, 4..6, 12..14]);
+        for (length, tokens) in [(6, 12), (8, 12), (0, 0)] {
+            let error = ContextSplit { length, ..split }.rows_of(1, tokens).unwrap_err().to_string();
+            assert!(error.contains("make the sequence length a multiple of 4"), "{error}");
+        }
+    }
+
     fn sizes(ranges: &[Range<usize>]) -> Vec<usize> {
         ranges.iter().map(Range::len).collect()
     }

@@ -45,7 +45,7 @@ fn group(spec: &ModelSpec, ranks: usize, sequence: bool, device: &Device) -> Gro
 /// A whole unit as one segment.
 fn segments_of(unit: &dyn Unit, first: bool) -> Segments {
     unit.segments().cloned().unwrap_or_else(|| {
-        let value = |name| Value { name, layout: Layout::Invariant };
+        let value = |name| Value::new(name, Layout::Invariant);
         let (takes, gives) = if first { (vec![], vec![0]) } else { (vec![0], vec![1]) };
         Segments {
             values: if first { vec![value("y")] } else { vec![value("x"), value("y")] },
@@ -262,7 +262,7 @@ impl Group {
                     }
                 }
                 for value in &segment.takes {
-                    let Value { name, layout } = segments.values[*value];
+                    let Value { name, layout, .. } = segments.values[*value];
                     check_layout(&format!("the gradient of {name}"), layout.of_gradient(), &gradients[*value]);
                 }
             }

@@ -205,7 +205,10 @@ fn keys_and_values_are_gathered_and_their_gradients_summed_back() {
         let backward = |unit| (Collective::ReduceScatter, unit, Phase::Backward);
         assert_eq!(found, [forward(1), forward(2), backward(2), backward(1)], "{program}");
         let bytes = program.instructions.iter().filter(|i| over_context(i).is_some()).map(|i| i.bytes);
-        assert!(bytes.into_iter().all(|bytes| bytes == split::RESIDUAL), "messages are of what is gathered:\n{program}");
+        assert!(
+            bytes.into_iter().all(|bytes| bytes == split::RESIDUAL),
+            "messages are of what is gathered:\n{program}"
+        );
     }
 }
 

@@ -60,7 +60,12 @@ mod tests {
         borders: &[(u32, u32)],
         segments: Vec<SegmentShape>,
     ) -> UnitShape {
-        let value = |layout: &Layout| ValueShape { name: "v".to_owned(), layout: *layout, bytes: 4096, ..ValueShape::default() };
+        let value = |layout: &Layout| ValueShape {
+            name: "v".to_owned(),
+            layout: *layout,
+            bytes: 4096,
+            ..ValueShape::default()
+        };
         let split = SplitShape {
             values: values.iter().map(value).collect(),
             input,

@@ -64,7 +64,10 @@ impl fmt::Display for Parallel {
         let stages = if *pipeline > 1 { format!("{pipeline} stages x ") } else { String::new() };
         let sequence = if *context > 1 { format!(" x {context} parts of every sequence") } else { String::new() };
         let parts = if *tensor > 1 { format!(" x {tensor} parts of every product") } else { String::new() };
-        write!(f, "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{sequence}{parts}, ZeRO stage {zero_stage}")
+        write!(
+            f,
+            "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{sequence}{parts}, ZeRO stage {zero_stage}"
+        )
     }
 }
 
@@ -308,7 +311,9 @@ impl Resolver {
             (_, 1, 1) => format!(" in each of {stages} stages"),
             (_, 1, _) => format!(" for each of {stages} stages x {tensor} parts of every product"),
             (_, _, 1) => format!(" for each of {stages} stages x {context} parts of every sequence"),
-            _ => format!(" for each of {stages} stages x {context} parts of every sequence x {tensor} of every product"),
+            _ => {
+                format!(" for each of {stages} stages x {context} parts of every sequence x {tensor} of every product")
+            }
         };
         let ranks = ranks / model;
         let sharded = section.zero_stage.is_some_and(|stage| stage > 0) || replicate.is_some();

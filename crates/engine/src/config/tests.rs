@@ -514,7 +514,10 @@ fn impossible_ranks_are_refused() {
         (&["parallel.context_parallel_degree=3"], "cuts each sequence into 6 equal parts"),
         (&["parallel.context_parallel_load_balance=true"], "parallel.context_parallel_load_balance has no effect"),
         (&["parallel.context_parallel_degree=2", "training.elastic_bits=true"], "whole sequences"),
-        (&["parallel.context_parallel_degree=2", "parallel.zero_stage=1", "optimizer.name=muon"], "zero_stage = 0 with it"),
+        (
+            &["parallel.context_parallel_degree=2", "parallel.zero_stage=1", "optimizer.name=muon"],
+            "zero_stage = 0 with it",
+        ),
         (&["parallel.pipeline_parallel_degree=0"], "parallel.pipeline_parallel_degree = 0 is too small"),
         (&["parallel.tensor_parallel_degree=0"], "parallel.tensor_parallel_degree = 0 is too small"),
         (&["parallel.ranks=3", "parallel.pipeline_parallel_degree=2"], "do not divide into parallel.pipeline_parallel"),

@@ -52,9 +52,7 @@ impl Layout {
     /// True if both layouts sum in the same order, for a model whose embedding and head share
     /// nothing: they divide a batch among as many ranks, and sequences and products in the same way.
     pub fn shares_bits_with(&self, other: &Layout) -> bool {
-        let parts = |layout: &Layout| {
-            (layout.replicate * layout.shard, layout.context, layout.tensor, layout.sequence)
-        };
+        let parts = |layout: &Layout| (layout.replicate * layout.shard, layout.context, layout.tensor, layout.sequence);
         parts(self) == parts(other)
     }
 
@@ -92,7 +90,11 @@ impl fmt::Display for Layout {
             parts.push(format!("dp_shard {} (ZeRO-{})", self.shard, self.zero_stage));
         }
         if self.context > 1 {
-            let stage = if self.shard == 1 && self.zero_stage > 0 { format!(" (ZeRO-{})", self.zero_stage) } else { String::new() };
+            let stage = if self.shard == 1 && self.zero_stage > 0 {
+                format!(" (ZeRO-{})", self.zero_stage)
+            } else {
+                String::new()
+            };
             parts.push(format!("cp {}{stage}", self.context));
         }
         if self.tensor > 1 {
@@ -115,7 +117,8 @@ impl fmt::Display for Layout {
 pub fn of_four() -> Vec<Layout> {
     let divisors = [1, 2, 4];
     let mut all = Vec::new();
-    let outer = divisors.into_iter().rev().flat_map(|c| divisors.into_iter().flat_map(move |p| divisors.map(|r| (c, p, r))));
+    let outer =
+        divisors.into_iter().rev().flat_map(|c| divisors.into_iter().flat_map(move |p| divisors.map(|r| (c, p, r))));
     for (context, pipeline, replicate) in outer {
         for (shard, tensor) in divisors.into_iter().flat_map(|f| divisors.map(|t| (f, t))) {
             let zero_stage = if shard > 1 { 3 } else { 0 };

@@ -155,16 +155,10 @@ impl Block {
     /// are, and the keys and values of all ranks are gathered.
     pub fn on_rows(mut self) -> Block {
         self.split = Some(match self.split.take() {
-            None => SplitBlock {
-                place: TensorSplit::WHOLE,
-                segments: segments_on_rows(),
-                parts: PARTS_OF_CONTEXT,
-            },
-            Some(split) => SplitBlock {
-                segments: segments_of_both(split.place.residual()),
-                parts: PARTS_OF_BOTH,
-                ..split
-            },
+            None => SplitBlock { place: TensorSplit::WHOLE, segments: segments_on_rows(), parts: PARTS_OF_CONTEXT },
+            Some(split) => {
+                SplitBlock { segments: segments_of_both(split.place.residual()), parts: PARTS_OF_BOTH, ..split }
+            }
         });
         self
     }

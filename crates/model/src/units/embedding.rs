@@ -79,7 +79,8 @@ impl Embedding {
     /// The same on the rows of one rank of a context-parallel group.
     pub fn on_rows(mut self) -> Embedding {
         let dim = self.parameters[0].shape[1];
-        let whole = || SplitEmbedding { place: TensorSplit::WHOLE, tokens: None, dim, segments: Segments::whole(false) };
+        let whole =
+            || SplitEmbedding { place: TensorSplit::WHOLE, tokens: None, dim, segments: Segments::whole(false) };
         let split = self.split.take().unwrap_or_else(whole);
         self.split = Some(SplitEmbedding { segments: split.segments.clone().on_rows(), ..split });
         self

@@ -152,9 +152,7 @@ impl Unit for Head {
             (0, [x]) => self.norm.forward(tape, x)?,
             (1, [h]) => {
                 let statistics = match cx.output {
-                    Output::Loss { .. } => {
-                        tape.vocabulary_statistics(h, self.weight, vocabulary, cx.targets()?)?
-                    }
+                    Output::Loss { .. } => tape.vocabulary_statistics(h, self.weight, vocabulary, cx.targets()?)?,
                     // Logits need none.
                     Output::Logits | Output::LastLogits => {
                         let zeros = tape.device().zeros([h.tensor().rows(), 3], DType::F32, Purpose::Activations)?;

@@ -194,7 +194,8 @@ impl Ways {
         price: &mut Price<'_, E>,
     ) -> Result<(), E> {
         for sets in saved {
-            let Some(way) = price(Asked { sets, model_degrees: [sharing.stages, sharing.context, sharing.tensor] })? else {
+            let Some(way) = price(Asked { sets, model_degrees: [sharing.stages, sharing.context, sharing.tensor] })?
+            else {
                 continue;
             };
             let on_host = room.share(sharing.ranks()).is_none_or(|share| way.pinned_bytes <= share);

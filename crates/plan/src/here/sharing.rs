@@ -95,11 +95,7 @@ impl Base {
 
 /// The ways of dividing the state among the ranks that see different data. Together with stages or
 /// split sequences or products only replicas and ZeRO-1 are tried: gradients and parameters are small then.
-fn divide_state(
-    pipeline: Option<&'static str>,
-    [stages, context, tensor, data]: [usize; 4],
-    all: &mut Vec<Sharing>,
-) {
+fn divide_state(pipeline: Option<&'static str>, [stages, context, tensor, data]: [usize; 4], all: &mut Vec<Sharing>) {
     let whole = Sharing { pipeline, stages, context, tensor, data, shard: 1, stage: 0, reshard: true };
     all.push(whole);
     let kinds = [(1, true), (2, true), (3, true), (3, false)];

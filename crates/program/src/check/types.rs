@@ -77,7 +77,10 @@ fn fault_of_context(program: &Program, split: &SplitShape, last: bool) -> Option
     let wanted = if last { Layout::Partial } else { Layout::Split };
     if output.context != wanted {
         let (is, wanted) = (output.context.name(), wanted.name());
-        return Some(format!("{} is {is} over context, and each rank has its part of the tokens: {wanted}", output.name));
+        return Some(format!(
+            "{} is {is} over context, and each rank has its part of the tokens: {wanted}",
+            output.name
+        ));
     }
     let takes_nothing = |segment: &&SegmentShape| segment.takes.is_empty();
     let from_tokens = split.segments.iter().filter(takes_nothing).flat_map(|segment| &segment.gives);

@@ -48,10 +48,7 @@ fn on_rows(unit: &mut UnitShape, tp: u32, cp: u64) {
             (_, false) => (vec![x, y], vec![segment("all", &[0], &[1], saved)]),
             (_, true) => (
                 vec![x.clone(), value("q", &x), value("kv", &x), value("kv'", &x), y],
-                vec![
-                    segment("project", &[0], &[0, 1, 2], saved),
-                    segment("attend", &[0, 1, 3], &[4], [30, 20, 0]),
-                ],
+                vec![segment("project", &[0], &[0, 1, 2], saved), segment("attend", &[0, 1, 3], &[4], [30, 20, 0])],
             ),
         };
         if is_block {
@@ -175,7 +172,8 @@ impl Split {
 
     fn head(&self, borrows: Vec<u32>) -> UnitShape {
         let statistics = 12 * TOKENS;
-        let small = |name: &str, layout, bytes| ValueShape { name: name.to_owned(), layout, bytes, ..ValueShape::default() };
+        let small =
+            |name: &str, layout, bytes| ValueShape { name: name.to_owned(), layout, bytes, ..ValueShape::default() };
         let values = vec![
             self.value("x", self.residual()),
             self.value("h", self.residual()),

@@ -163,10 +163,7 @@ fn work(spec: &AttentionSpec, segments: &ContextSegments, dtype: DType, products
     let pairs = segments.pairs(spec);
     let rows = segments.queries() * (2 * spec.q_cols() * dtype.size() + 4 * spec.heads);
     let keys = segments.keys() * 2 * spec.kv_cols() * dtype.size();
-    Cost {
-        flops: products * 2 * (spec.heads * spec.head_dim) as u64 * pairs,
-        bytes: (times * (rows + keys)) as u64,
-    }
+    Cost { flops: products * 2 * (spec.heads * spec.head_dim) as u64 * pairs, bytes: (times * (rows + keys)) as u64 }
 }
 
 /// [tokens, queries, query heads, key heads, width of a head], for records of calls.
