@@ -127,7 +127,8 @@ fn strategies_that_do_not_fit_say_what_would() {
     let error = lower_rank(&common::model(6), &shards, &plain, 6).unwrap_err().to_string();
     assert_eq!(error, "rank 6 is not in a mesh of 6 ranks, 0 to 5");
     let mesh = Mesh { pp: 2, tp: 4, cp: 2, ep: 2, ..Mesh::default() };
-    let words = "priced, not runnable yet: the engine has no context parallelism on GPUs (degree 2), no expert parallelism (degree 2)";
+    let words = "priced, not runnable yet: the engine has no context parallelism on GPUs (degree 2), \
+                 no expert parallelism (degree 2)";
     assert_eq!(runnable(&mesh, true).to_string(), words);
     assert_eq!(runnable(&Mesh { ep: 1, ..mesh }, false), Runnable::Yes);
     assert_eq!(runnable(&shards, true), Runnable::Yes);
