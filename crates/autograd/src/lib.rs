@@ -23,5 +23,5 @@ pub use backward::Backward;
 pub use error::{AutogradError, Result};
 pub use functions::{Function, TABLE};
 pub use halves::Deferred;
-pub use parameters::{GradientTarget, Gradients, ParamId, Parameter, Parameters, Store};
+pub use parameters::{Adapter, AdapterOutputs, GradientTarget, Gradients, ParamId, Parameter, Parameters, Store};
 pub use tape::{Operand, Place, Policy, RandomKey, Recording, Saved, Tape, Var};

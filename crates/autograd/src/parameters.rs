@@ -1,8 +1,9 @@
 //! Parameters by slot, and the destinations of their gradients.
 
 use crate::{AutogradError, Result};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::Arc;
 use trainyard_tensor::{DType, Purpose, Tensor};
 
 /// A parameter's slot: its unit, and its index in that unit.
@@ -36,11 +37,45 @@ pub struct Parameter {
     pub trained: bool,
 }
 
+/// A low-rank addition to the product with a weight [n, k] (Hu et al. 2021, equation 3):
+/// `x wᵀ + scale (x aᵀ) bᵀ`. A weight that fuses several matrices may have a pair for each of them:
+/// their `a` lie one below the other, and so do their `b`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Adapter {
+    /// The down projections, [members rank, k].
+    pub a: ParamId,
+    /// The up projections, [n, rank] if all of the weight's matrices have one.
+    pub b: ParamId,
+    /// The width between the two.
+    pub rank: usize,
+    /// The number of pairs.
+    pub members: usize,
+    /// The outputs of the product, in order and without gaps.
+    pub outputs: Arc<[AdapterOutputs]>,
+    /// The factor of the addition.
+    pub scale: f32,
+}
+
+/// Neighbouring outputs of a product with an adapter.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct AdapterOutputs {
+    /// The number of outputs.
+    pub count: usize,
+    /// The pair that adds to them, and its first row in `b`; None if nothing is added.
+    pub from: Option<(usize, usize)>,
+}
+
 /// Gives parameters by slot. The tensors may change between forward and backward (released,
 /// gathered again), but not their values.
 pub trait Parameters {
     /// The parameter, or [`AutogradError::NoParameter`].
     fn parameter(&self, id: ParamId) -> Result<Parameter>;
+
+    /// The addition to products with the weight `id`; None if there is none.
+    fn adapter(&self, id: ParamId) -> Option<&Adapter> {
+        let _ = id;
+        None
+    }
 }
 
 /// The destination of one parameter's gradient.
@@ -66,6 +101,8 @@ pub trait Gradients {
 pub struct Store {
     values: BTreeMap<ParamId, Tensor>,
     gradients: BTreeMap<ParamId, Tensor>,
+    frozen: BTreeSet<ParamId>,
+    adapters: BTreeMap<ParamId, Adapter>,
 }
 
 impl Store {
@@ -77,6 +114,16 @@ impl Store {
     /// Adds or replaces a parameter.
     pub fn insert(&mut self, id: ParamId, value: Tensor) {
         self.values.insert(id, value);
+    }
+
+    /// Freezes a parameter: it gets no gradient.
+    pub fn freeze(&mut self, id: ParamId) {
+        self.frozen.insert(id);
+    }
+
+    /// Adds `adapter` to products with the weight `id`.
+    pub fn adapt(&mut self, id: ParamId, adapter: Adapter) {
+        self.adapters.insert(id, adapter);
     }
 
     /// The summed gradient of a parameter, if any reached it.
@@ -91,12 +138,17 @@ impl Store {
 
     /// Splits into the two roles that backward needs at once.
     pub fn split(&mut self) -> (StoreValues<'_>, StoreGradients<'_>) {
-        (StoreValues(&self.values), StoreGradients { values: &self.values, gradients: &mut self.gradients })
+        let Store { values, gradients, frozen, adapters } = self;
+        (StoreValues { values, frozen, adapters }, StoreGradients { values, gradients })
     }
 }
 
 /// The parameters of a [`Store`].
-pub struct StoreValues<'a>(&'a BTreeMap<ParamId, Tensor>);
+pub struct StoreValues<'a> {
+    values: &'a BTreeMap<ParamId, Tensor>,
+    frozen: &'a BTreeSet<ParamId>,
+    adapters: &'a BTreeMap<ParamId, Adapter>,
+}
 
 /// The gradients of a [`Store`].
 pub struct StoreGradients<'a> {
@@ -106,14 +158,23 @@ pub struct StoreGradients<'a> {
 
 impl Parameters for StoreValues<'_> {
     fn parameter(&self, id: ParamId) -> Result<Parameter> {
-        let value = self.0.get(&id).ok_or(AutogradError::NoParameter(id))?;
-        Ok(Parameter { value: value.clone(), trained: true })
+        let value = self.values.get(&id).ok_or(AutogradError::NoParameter(id))?;
+        Ok(Parameter { value: value.clone(), trained: !self.frozen.contains(&id) })
+    }
+
+    fn adapter(&self, id: ParamId) -> Option<&Adapter> {
+        self.adapters.get(&id)
     }
 }
 
 impl Parameters for Store {
     fn parameter(&self, id: ParamId) -> Result<Parameter> {
-        StoreValues(&self.values).parameter(id)
+        let Store { values, frozen, adapters, .. } = self;
+        StoreValues { values, frozen, adapters }.parameter(id)
+    }
+
+    fn adapter(&self, id: ParamId) -> Option<&Adapter> {
+        self.adapters.get(&id)
     }
 }
 

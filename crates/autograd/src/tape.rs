@@ -1,7 +1,7 @@
 //! Recording: values, nodes, and the tensors kept for backward.
 
 use crate::functions::Function;
-use crate::{AutogradError, Gradients, ParamId, Parameter, Parameters, Result};
+use crate::{Adapter, AutogradError, Gradients, ParamId, Parameter, Parameters, Result};
 use std::collections::BTreeMap;
 pub use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::ops::fp8::Scaling;
@@ -191,6 +191,11 @@ impl<'a> Tape<'a> {
     /// A parameter's compute copy, now.
     pub fn parameter(&self, id: ParamId) -> Result<Parameter> {
         self.parameters.parameter(id)
+    }
+
+    /// The addition to products with a weight; None if there is none.
+    pub fn adapter(&self, id: ParamId) -> Option<Adapter> {
+        self.parameters.adapter(id).cloned()
     }
 
     pub(crate) fn gradients(&mut self) -> Option<&mut (dyn Gradients + 'a)> {

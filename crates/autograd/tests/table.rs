@@ -6,7 +6,7 @@ mod common;
 use common::*;
 use std::sync::Arc;
 use trainyard_autograd::functions::LinearOptions;
-use trainyard_autograd::{AutogradError, Policy, Store, TABLE, Tape};
+use trainyard_autograd::{Adapter, AdapterOutputs, AutogradError, Policy, Store, TABLE, Tape};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
@@ -34,6 +34,24 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                 }));
             }
             all
+        }
+        "low_rank" => {
+            let adapter = |members, outputs: &[(usize, Option<(usize, usize)>)], scale| Adapter {
+                a: p(0),
+                b: p(1),
+                rank: 3,
+                members,
+                outputs: outputs.iter().map(|(count, from)| AdapterOutputs { count: *count, from: *from }).collect(),
+                scale,
+            };
+            let one = adapter(1, &[(9, Some((0, 0)))], 1.0);
+            let two = adapter(2, &[(4, Some((0, 0))), (2, None), (3, Some((1, 4)))], 0.7);
+            vec![
+                example(&[&[5, 7]], &[&[3, 7], &[9, 3]], move |t, x| t.low_rank(&x[0], None, one.clone())),
+                example(&[&[5, 7], &[5, 9]], &[&[6, 7], &[7, 3]], move |t, x| {
+                    t.low_rank(&x[0], Some(&x[1]), two.clone())
+                }),
+            ]
         }
         "linear_cross_entropy" => vec![example(&[&[6, 5]], &[&[11, 5]], move |t, x| {
             let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);

@@ -39,8 +39,8 @@ impl UnitExtents {
     /// The extents of a unit of `layout`, whose ranks sum `whole` elements and whose replicas sum
     /// `part`.
     pub(crate) fn new(layout: &UnitLayout, whole: usize, part: Range<usize>) -> UnitExtents {
-        let starts = layout.ranges().iter().skip(1).map(|range| range.start).chain([layout.elements()]);
-        let gaps = layout.ranges().iter().map(|range| range.end).zip(starts).map(|(end, next)| end..next);
+        let starts = layout.trained().skip(1).map(|(_, range)| range.start).chain([layout.trained_elements()]);
+        let gaps = layout.trained().map(|(_, range)| range.end).zip(starts).map(|(end, next)| end..next);
         UnitExtents { whole, part, gaps: gaps.filter(|gap| !gap.is_empty()).collect() }
     }
 }

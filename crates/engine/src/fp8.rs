@@ -66,7 +66,8 @@ pub fn layers(model: &Model) -> Vec<ParamId> {
     let inner = |id: &ParamId| (1..last).contains(&(id.unit as usize));
     let weights = model
         .parameters()
-        .filter(|(id, spec)| inner(id) && spec.kind == ParameterKind::Matrix && spec.shape.len() == 2);
+        .filter(|(id, spec)| inner(id) && spec.kind == ParameterKind::Matrix && spec.shape.len() == 2)
+        .filter(|(_, spec)| !spec.is_adapter());
     weights.map(|(id, _)| id).collect()
 }
 

@@ -256,14 +256,14 @@ impl ReduceLinks {
         settings: &RankSettings,
     ) -> Result<()> {
         let layouts = model.units().iter().map(|unit| UnitLayout::new(unit.parameters(), holding.shards));
-        let sizes = layouts.map(|layout| (layout.elements(), holding.own(&layout).len()));
+        let sizes = layouts.map(|layout| (layout.trained_elements(), holding.own(&layout).len()));
         let (elements, own) = sizes.max().unwrap_or_default();
         self.staging = Staging::new(device, elements, own, settings.reduce, &self.shard, &self.replicate)?;
         if let Some(encoding) = settings.compression.gradients {
             let extents = |unit: usize| {
                 let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);
                 match holding.holds(unit) {
-                    true => UnitExtents::new(&layout, layout.elements(), holding.own(&layout)),
+                    true => UnitExtents::new(&layout, layout.trained_elements(), holding.own(&layout)),
                     false => UnitExtents::default(),
                 }
             };

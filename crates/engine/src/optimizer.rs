@@ -163,7 +163,8 @@ impl Optimizer {
         };
         let mut offset = 0;
         for unit in 0..model.units().len() {
-            let count = if holding.holds(unit) { tiers.chunks_of(unit) } else { 0 };
+            let trained = model.layout(unit, holding.shards).trained_elements() > 0;
+            let count = if holding.holds(unit) && trained { tiers.chunks_of(unit) } else { 0 };
             let mut chunks = chunks(model, unit, holding, &settings, count)?;
             for chunk in &mut chunks {
                 chunk.offset = offset;
@@ -412,7 +413,7 @@ impl Optimizer {
 
     /// The names of a parameter's state tensors, on whatever ranks they are.
     pub fn state_names(&self, spec: &ParameterSpec) -> &'static [&'static str] {
-        let Some(settings) = &self.settings else { return &[] };
+        let Some(settings) = self.settings.as_ref().filter(|_| spec.trained) else { return &[] };
         let rule = Rule::of(settings.name, spec, &members(spec)[0].rows);
         let tensors = rule.state_elements(spec.elements(), settings).len();
         &rule.names()[..tensors]
@@ -420,7 +421,7 @@ impl Optimizer {
 
     /// Number of elements of a parameter's state, all of it on whatever ranks it is.
     pub fn state_elements(&self, spec: &ParameterSpec) -> usize {
-        let Some(settings) = &self.settings else { return 0 };
+        let Some(settings) = self.settings.as_ref().filter(|_| spec.trained) else { return 0 };
         let width: usize = spec.whole_shape().iter().skip(1).product();
         let of = |member: Member| -> usize {
             let rule = Rule::of(settings.name, spec, &member.rows);
@@ -580,8 +581,9 @@ struct Stretch {
 
 fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
-    for (index, spec) in specs.iter().enumerate() {
-        let exact = layout.range(index);
+    let trained: Vec<(usize, Range<usize>)> = layout.trained().collect();
+    for (place, (index, exact)) in trained.iter().cloned().enumerate() {
+        let spec = &specs[index];
         let members = members(spec);
         let (rule, decays) = (Rule::of(name, spec, &members[0].rows), spec.kind.decays());
         if !rule.is_elementwise() {
@@ -597,7 +599,7 @@ fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) 
         }
         // An element-wise stretch extends to the start of the next parameter, so that neighbours
         // join.
-        let next = if index + 1 < specs.len() { layout.range(index + 1).start } else { layout.elements() };
+        let next = trained.get(place + 1).map_or(layout.trained_elements(), |(_, range)| range.start);
         let range = exact.start..next;
         let joins = |last: &&mut Stretch| last.rule == rule && last.decays == decays && last.range.end == range.start;
         match stretches.last_mut().filter(joins) {

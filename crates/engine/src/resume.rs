@@ -51,13 +51,24 @@ pub enum ModelChange {
     OnPurpose,
 }
 
+/// The reason why what is trained cannot change when a run is resumed.
+const TRAINED: &str = "what it trains was decided when it began; export it, and start a new run from that";
+
 /// Keys that cannot change when a run is resumed, each with the reason.
-const DECIDED: [(&str, &str); 5] = [
+const DECIDED: [(&str, &str); 13] = [
     ("run.name", "its folder is the one to resume; rename that"),
     ("run.directory", "its folder is the one to resume; move that, and set data.cache for where token files are kept"),
     ("tokenizer.path", "it keeps its tokenizer; start a new run for another"),
     ("tokenizer.kind", "it keeps its tokenizer; start a new run for another"),
     ("tokenizer.vocab_size", "it keeps its tokenizer; start a new run for another"),
+    ("fine_tuning.adapter", TRAINED),
+    ("fine_tuning.rank", TRAINED),
+    ("fine_tuning.alpha", TRAINED),
+    ("fine_tuning.rank_stabilised", TRAINED),
+    ("fine_tuning.targets", TRAINED),
+    ("fine_tuning.from", TRAINED),
+    ("fine_tuning.freeze", TRAINED),
+    ("fine_tuning.train", TRAINED),
 ];
 
 /// The configuration of a resumed run, overrides included.

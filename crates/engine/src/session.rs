@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use trainyard_comm::Communicator;
 use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
-use trainyard_model::{BatchShape, Model, hf};
+use trainyard_model::{BatchShape, Model, ParameterSpec, hf};
 use trainyard_program::{Program, StepKind};
 use trainyard_record::programs::Predicted;
 use trainyard_tensor::cpu::{Cpu, Isa};
@@ -145,7 +145,13 @@ impl Session {
         })?;
         match from.try_into().ok().map(u64::from_le_bytes) {
             // Rank 0 has verified it.
-            Some(step) => session.restore(&checkpoint::open_step(folder, step)?, &mut note)?,
+            Some(step) => {
+                if !session.rank.model().tuning().is_nothing() {
+                    // Checkpoints do not have what is not trained.
+                    session.load_pretrained(&mut note)?;
+                }
+                session.restore(&checkpoint::open_step(folder, step)?, &mut note)?;
+            }
             None => {
                 note("no checkpoint yet: starting from the beginning");
                 session.load_pretrained(&mut note)?;
@@ -262,7 +268,10 @@ impl Session {
             note(&format!("offloaded to the host: {}", crate::device::pinned(&prediction)));
         }
         let peaks = measure_peaks(&world, &resolved, &device)?;
-        let flops_per_token = spec.flops_per_token(resolved.sequence_length).convention;
+        let flops_per_token = model.flops_per_token(resolved.sequence_length).unwrap_or_default();
+        if let Some(line) = trained_part(&model) {
+            note(&line);
+        }
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
@@ -324,7 +333,8 @@ impl Session {
 
     fn load_pretrained(&mut self, note: &mut impl FnMut(&str)) -> Result<()> {
         if let ModelSource::HuggingFace { path, load_weights: true } = &self.resolved.model {
-            for line in load_weights(&mut self.rank, path)? {
+            let adapter = self.resolved.config.fine_tuning.from.as_deref();
+            for line in load_weights(&mut self.rank, path, adapter)? {
                 note(&line);
             }
             note(&format!("weights loaded from {}", path.display()));
@@ -577,6 +587,17 @@ pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
     let folder = config.model.path.as_deref().filter(|path| path.exists());
     let pretrained = folder.map(read_pretrained).transpose()?;
     Ok(Inputs { pretrained, ..inputs })
+}
+
+/// A line about how much of the model is trained; None if all of it is.
+fn trained_part(model: &Model) -> Option<String> {
+    if model.tuning().is_nothing() {
+        return None;
+    }
+    let whole = |(_, spec): (_, &ParameterSpec)| spec.whole_shape().iter().product::<usize>();
+    let trained: usize = model.parameters().filter(|(_, spec)| spec.trained).map(whole).sum();
+    let all: usize = model.parameters().map(whole).sum();
+    Some(format!("trained: {trained} of {all} parameters ({:.2} %)", 100.0 * trained as f64 / all as f64))
 }
 
 /// The properties of the Hugging Face folder `path` that a configuration is checked against.

@@ -1,7 +1,7 @@
 //! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
-    Activation as ConfigActivation, CheckpointMode, Compute, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily,
+    Activation as ConfigActivation, AdapterMethod, CheckpointMode, Compute, Config, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily,
     Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
     PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
     Resolved, RopeScaling as ConfigScaling,
@@ -14,8 +14,8 @@ use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::{
-    Activation, BatchShape, Chunks, ContextSplit, Family, Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment,
-    TensorSplit, Unit, Value, hf,
+    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, Family, Model, ModelError, ModelSpec, RopeScaling,
+    RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
     Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
@@ -212,7 +212,9 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
     };
     for (index, (shape, unit)) in units.iter_mut().zip(model.units()).enumerate() {
         shape.name = unit.name().to_owned();
-        shape.flat_elements = model.layout(index, 1).flat_elements() as u64;
+        let layout = model.layout(index, 1);
+        shape.flat_elements = layout.flat_elements() as u64;
+        shape.frozen_elements = layout.frozen_flat_elements() as u64;
         shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();
         shape.borrows.dedup();
         if index + 1 == model.units().len() {
@@ -286,7 +288,12 @@ fn split_units(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Vec<Un
                     .iter()
                     .map(|exchange| Border { from: exchange.from as u32, to: exchange.to as u32 })
                     .collect(),
-                shared_gradient_elements: unit.parameters().iter().map(|spec| spec.shared_runs().1 as u64).sum(),
+                shared_gradient_elements: unit
+                    .parameters()
+                    .iter()
+                    .filter(|spec| spec.trained)
+                    .map(|spec| spec.shared_runs().1 as u64)
+                    .sum(),
             }),
             ..UnitShape::default()
         }
@@ -314,7 +321,34 @@ pub fn context_split(resolved: &Resolved, rank: u32) -> ContextSplit {
 /// # Errors
 /// A model that cannot be divided among the ranks.
 pub fn model_of(resolved: &Resolved, spec: ModelSpec, rank: u32) -> Result<Model> {
-    split(spec, tensor_split(resolved, rank), context_split(resolved, rank))
+    let whole = split(spec, tensor_split(resolved, rank), context_split(resolved, rank))?;
+    Ok(whole.tuned(&tuning(&resolved.config))?)
+}
+
+/// The usual width of adapters.
+pub(crate) const ADAPTER_RANK: usize = 16;
+
+/// The usual alpha of adapters of this rank.
+pub(crate) fn adapter_alpha(rank: usize) -> f64 {
+    2.0 * rank as f64
+}
+
+/// What of the model is trained.
+pub fn tuning(config: &Config) -> Tuning {
+    let section = &config.fine_tuning;
+    let adapter = match section.adapter {
+        AdapterMethod::None => None,
+        AdapterMethod::Lora => {
+            let rank = section.rank.unwrap_or(ADAPTER_RANK);
+            Some(AdapterSpec {
+                rank,
+                alpha: section.alpha.unwrap_or_else(|| adapter_alpha(rank)),
+                rank_stabilised: section.rank_stabilised.unwrap_or(false),
+                targets: section.targets.clone().unwrap_or_default().0,
+            })
+        }
+    };
+    Tuning { adapter, freeze: section.freeze.0.clone(), train: section.train.0.clone() }
 }
 
 /// One rank's part of a model. An error names the key that asks for parts.

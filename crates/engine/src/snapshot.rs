@@ -2,7 +2,8 @@
 //!
 //! A checkpoint has these parts:
 //!
-//! - `model`: the f32 masters under our parameter names (`block.3.attn.qkv.weight`);
+//! - `model`: the f32 masters under our parameter names (`block.3.attn.qkv.weight`). Frozen
+//!   parameters have none: they are those that the run began with;
 //! - `optimizer`: the optimizer's state per parameter;
 //! - JSON: the rest (updates, loss scale, position in the data).
 //!
@@ -23,7 +24,7 @@ use crate::fp8::AmaxHistory;
 use crate::health::History;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
-use crate::rank::{NamedResidual, Rank};
+use crate::rank::{NamedResidual, Rank, Setting};
 use crate::state::{does_not_fit, overlap};
 use crate::tier::Stored;
 use crate::{EngineError, Result};
@@ -200,7 +201,7 @@ fn placed(spec: &ParameterSpec, held: &Range<usize>, local: Range<usize>) -> Vec
 fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
     let writes = Writes::of(rank);
     let mut model = Vec::new();
-    for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
+    for (id, spec) in held_parameters(rank) {
         let pieces = writes.pieces(id.unit as usize, spec, &rank.parameters.master_part_range(id));
         if !pieces.is_empty() {
             let shape = spec.whole_shape().to_vec();
@@ -230,7 +231,7 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
     let mut parts = vec![(MODEL, model, all_names(rank)), (OPTIMIZER, optimizer, all_state_names(rank))];
     if rank.is_apart() {
         if rank.is_in_round() {
-            for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
+            for (id, spec) in held_parameters(rank) {
                 let pieces = of_own.pieces(id.unit as usize, spec, &rank.parameters.master_part_range(id));
                 if !pieces.is_empty() {
                     let (name, shape) = (of_replica(&name_of(rank, id), replica), spec.whole_shape().to_vec());
@@ -286,7 +287,7 @@ fn read_replica_state(checkpoint: &Checkpoint, replica: usize) -> Result<Replica
 /// The outer momenta that this rank writes.
 fn momenta(rank: &Rank, writes: &Writes, copies: bool) -> Result<Vec<Region<'static>>> {
     let mut all = Vec::new();
-    for (id, spec) in rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
+    for (id, spec) in held_parameters(rank) {
         let held = rank.parameters.master_part_range(id);
         let pieces = writes.pieces(id.unit as usize, spec, &held);
         if let Some(momentum) = rank.outer_momentum(id)?.filter(|_| !pieces.is_empty()) {
@@ -518,7 +519,7 @@ fn restore_apart(rank: &mut Rank, checkpoint: &Checkpoint, own: usize) -> Result
         return Ok(());
     }
     let named = |(id, spec): (ParamId, &ParameterSpec)| (id, (name_of(rank, id), spec.clone()));
-    let specs: BTreeMap<_, _> = rank.model().parameters().map(named).collect();
+    let specs: BTreeMap<_, _> = trained_parameters(rank).map(named).collect();
     for (id, (name, spec)) in specs.iter().filter(|(id, _)| rank.parameters.holds(id.unit as usize)) {
         let name = momentum_name(name);
         if let Some(mut momentum) = rank.outer_momentum(*id)?.filter(|_| checkpoint.entry(OUTER, &name).is_ok()) {
@@ -531,7 +532,7 @@ fn restore_apart(rank: &mut Rank, checkpoint: &Checkpoint, own: usize) -> Result
         rank.set_own_masters(|id, range, values| {
             let (name, spec) = &specs[&id];
             fill(checkpoint, REPLICAS, &of_replica(name, own), spec.whole_shape(), spec, range, values)
-        })?;
+        }, Setting::Masters)?;
         rank.set_in_round(true);
     }
     Ok(())
@@ -690,9 +691,19 @@ fn name_of(rank: &Rank, id: ParamId) -> String {
     rank.model().parameter_name(id).expect("a parameter of the model has a name")
 }
 
-/// The names of all parameters of the model, those that other ranks hold included.
+/// The parameters that are trained, those that other ranks hold included.
+fn trained_parameters(rank: &Rank) -> impl Iterator<Item = (ParamId, &ParameterSpec)> {
+    rank.model().parameters().filter(|(_, spec)| spec.trained)
+}
+
+/// Those of them of which this rank may hold a part.
+fn held_parameters(rank: &Rank) -> impl Iterator<Item = (ParamId, &ParameterSpec)> {
+    trained_parameters(rank).filter(|(id, _)| rank.parameters.holds(id.unit as usize))
+}
+
+/// The names of all parameters that are trained, those that other ranks hold included.
 fn all_names(rank: &Rank) -> BTreeSet<String> {
-    rank.model().parameters().map(|(id, _)| name_of(rank, id)).collect()
+    trained_parameters(rank).map(|(id, _)| name_of(rank, id)).collect()
 }
 
 /// The names of all state tensors of the model, those that other ranks hold included.

@@ -10,16 +10,17 @@ use crate::checkpoint::{self, Choice, Found};
 use crate::config::{Config, DeviceKind, Inputs, hub_model, usual_sequence_length};
 use crate::rank::Rank;
 use crate::session::{UNTRIED, files};
-use crate::shape::dtype_of;
+use crate::shape::{dtype_of, tuning};
 use crate::snapshot;
-use crate::state::does_not_fit;
+use crate::state::{does_not_fit, initial_values};
 use crate::warning::warning;
 use crate::{EngineError, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use trainyard_autograd::{Adapter, ParamId, Parameters};
 use trainyard_data::{Tokenizer, place_of};
-use trainyard_model::{Model, ModelSpec, hf, weights::WeightReader};
+use trainyard_model::{Model, ModelSpec, ParameterSpec, UnitLayout, hf, weights::WeightReader};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device};
@@ -126,7 +127,11 @@ pub fn open_trained_on(
         does_not_fit(format!("{} has no checkpoint yet: train on, or wait for the first one", folder.display()))
     })?;
     let dtype = dtype.unwrap_or_else(|| dtype_of(config.precision.compute));
-    let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype)?;
+    let tuning = tuning(&config);
+    let mut rank = Rank::for_inference(device, Model::new(spec.clone())?.tuned(&tuning)?, dtype)?;
+    if !tuning.is_nothing() {
+        load_frozen(&mut rank, &config, &mut note)?;
+    }
     snapshot::load_parameters(&mut rank, &found.checkpoint)?;
     Ok(Trained { rank, tokenizer, spec, run: Some(TrainedRun { config, sequence_length, step: found.step }) })
 }
@@ -178,20 +183,109 @@ fn open_hugging_face(
     notes.iter().for_each(|line| note(line));
     let tokenizer = Tokenizer::load(folder)?;
     let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
-    for line in load_weights(&mut rank, folder)? {
+    for line in load_weights(&mut rank, folder, None)? {
         note(&line);
     }
     Ok(Trained { rank, tokenizer, spec, run: None })
 }
 
+/// Sets all parameters to those that the run of `config` began with. Its checkpoints do not have
+/// those that it does not train.
+fn load_frozen(rank: &mut Rank, config: &Config, note: &mut impl FnMut(&str)) -> Result<()> {
+    let Some(path) = config.model.path.as_ref().filter(|_| config.model.load_weights != Some(false)) else {
+        return rank.initialise_by(config.training.seed);
+    };
+    if !path.exists() {
+        return Err(does_not_fit(format!(
+            "{} does not exist: the run began with its weights, and has not trained all of them; put it back, or give its \
+             place as model.path in the run's {}",
+            path.display(),
+            files::CONFIG
+        )));
+    }
+    for line in load_weights(rank, path, None)? {
+        note(&line);
+    }
+    Ok(())
+}
+
 /// Loads the weights of a Hugging Face folder into `rank`, which reads only the parts that it
-/// holds. Returns notes on tensors of the folder that were not used.
-pub(crate) fn load_weights(rank: &mut Rank, folder: &Path) -> Result<Vec<String>> {
-    let reader = WeightReader::open(folder, rank.model()).map_err(trainyard_model::ModelError::from)?;
+/// holds. Adapters are those of the folder `adapter`, or begin anew. Returns notes on tensors of the
+/// folder that were not used.
+pub(crate) fn load_weights(rank: &mut Rank, folder: &Path, adapter: Option<&Path>) -> Result<Vec<String>> {
+    // Files of weights have no adapters.
+    let base = match rank.model().spec() {
+        Some(spec) => &Model::new(spec.clone())?,
+        None => rank.model(),
+    };
+    let open_adapter = |folder: &Path| WeightReader::open_adapter(folder, rank.model());
+    let adapter = adapter.map(open_adapter).transpose().map_err(trainyard_model::ModelError::from)?;
+    let reader = WeightReader::open(folder, base).map_err(trainyard_model::ModelError::from)?;
     let specs: BTreeMap<_, _> = rank.model().parameters().map(|(id, spec)| (id, spec.clone())).collect();
-    rank.set_masters(|id, range, values| {
-        let read = |values: &mut [f32]| reader.read_part(&specs[&id], range, values);
+    let seed = rank.seed();
+    rank.set_parameters(|id, range, values| {
+        let spec = &specs[&id];
+        let reader = match (spec.is_adapter(), &adapter) {
+            (true, None) => return initial_values(values, id, spec, range, seed),
+            (true, Some(adapter)) => adapter,
+            (false, _) => &reader,
+        };
+        let read = |values: &mut [f32]| reader.read_part(spec, range, values);
         Ok(values.overwrite(read)?.map_err(trainyard_model::ModelError::from)?)
     })?;
     Ok(reader.notes().to_vec())
+}
+
+impl Trained {
+    /// The f32 values of a parameter. Those of a frozen one are rounded to the dtype of forward.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn values(&self, id: ParamId) -> Result<Vec<f32>> {
+        match self.rank.model().find(id) {
+            Some(spec) if !spec.trained => Ok(self.rank.parameters.parameter(id)?.value.to_f32_vec()?),
+            _ => self.rank.read_masters(id),
+        }
+    }
+
+    /// Fills `out` with the parameters of a unit as if it had no adapters: their products are added
+    /// to the weights. `out` is laid out as [`Model::layout`] of the model without adapters says.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn merged_unit(&self, unit: usize, out: &mut [f32]) -> Result<()> {
+        let model = self.rank.model();
+        let specs = model.units()[unit].parameters().iter().filter(|spec| !spec.is_adapter());
+        let whole: Vec<ParameterSpec> = specs.map(|spec| ParameterSpec { trained: true, ..spec.clone() }).collect();
+        let layout = UnitLayout::new(&whole, 1);
+        for (index, spec) in whole.iter().enumerate() {
+            let id = ParamId::new(unit as u32, index as u32);
+            let weight = &mut out[layout.range(index)];
+            weight.copy_from_slice(&self.values(id)?);
+            if let Some(adapter) = model.adapters().get(&id) {
+                let [down, up] = [self.values(adapter.a)?, self.values(adapter.b)?];
+                merge(weight, spec.row_elements(), adapter, &down, &up);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds the product of an adapter's matrices to rows of `width` elements.
+fn merge(weight: &mut [f32], width: usize, adapter: &Adapter, down: &[f32], up: &[f32]) {
+    let rank = adapter.rank;
+    let mut rows = weight.chunks_exact_mut(width);
+    for outputs in adapter.outputs.iter() {
+        let Some((member, first)) = outputs.from else {
+            rows.by_ref().take(outputs.count).for_each(drop);
+            continue;
+        };
+        for (number, row) in rows.by_ref().take(outputs.count).enumerate() {
+            for (of_rank, factor) in up[(first + number) * rank..][..rank].iter().enumerate() {
+                let factor = adapter.scale * factor;
+                let added = &down[(member * rank + of_rank) * width..][..width];
+                row.iter_mut().zip(added).for_each(|(x, a)| *x += factor * a);
+            }
+        }
+    }
 }

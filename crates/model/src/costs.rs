@@ -66,8 +66,13 @@ pub fn unit_costs_on(
     let mut store = zeros(device, model, dtype)?;
     let mut costs = Vec::with_capacity(model.units().len());
     let mut input: Option<Tensor> = None;
-    for unit in model.units() {
-        let (cost, output) = unit_cost(device, unit.as_ref(), &batch, &mut store, input.take(), policy)?;
+    for (number, unit) in model.units().iter().enumerate() {
+        let flows = number > model.lowest_trained();
+        let (mut cost, output) = unit_cost(device, unit.as_ref(), &batch, &mut store, input.take(), flows, policy)?;
+        if number < model.lowest_trained() {
+            // No backward comes so far down.
+            cost.saved_bytes = 0;
+        }
         costs.push(cost);
         input = Some(output);
     }
@@ -79,18 +84,24 @@ fn zeros(device: &Device, model: &Model, dtype: DType) -> Result<Store> {
     let mut store = Store::new();
     for (id, parameter) in model.parameters() {
         store.insert(id, device.zeros(&parameter.shape, dtype, Purpose::Params)?);
-        let _ = store.split().1.target(id)?;
+        match parameter.trained {
+            true => drop(store.split().1.target(id)?),
+            false => store.freeze(id),
+        }
     }
+    model.adapters().iter().for_each(|(id, adapter)| store.adapt(*id, adapter.clone()));
     Ok(store)
 }
 
-/// One unit, and its output for the next.
+/// One unit, and its output for the next. A gradient `flows` to its input if anything below is
+/// trained.
 fn unit_cost(
     device: &Device,
     unit: &dyn Unit,
     batch: &Batch,
     store: &mut Store,
     input: Option<Tensor>,
+    flows: bool,
     policy: Policy,
 ) -> Result<(UnitCost, Tensor)> {
     let live = |purpose| device.pool().usage().live(purpose);
@@ -101,7 +112,7 @@ fn unit_cost(
 
     device.take_profile();
     device.pool().reset_peaks();
-    let mut run = Run::forward(device, unit, batch, store, input.clone(), policy)?;
+    let mut run = Run::forward(device, unit, batch, store, input.clone(), flows, policy)?;
     let forward = device.take_profile().total();
     let forward_peak_bytes = peak(Purpose::Activations) - before;
     let forward_workspace = peak(Purpose::Workspace) - scratch_before;
@@ -113,7 +124,7 @@ fn unit_cost(
     device.pool().reset_peaks();
     if policy == Policy::Nothing {
         drop(run);
-        run = Run::forward(device, unit, batch, store, input, Policy::Everything)?;
+        run = Run::forward(device, unit, batch, store, input, flows, Policy::Everything)?;
     }
     let next = run.backward(device, store)?;
     let cost = UnitCost {
@@ -144,12 +155,13 @@ impl Run {
         batch: &Batch,
         store: &mut Store,
         input: Option<Tensor>,
+        flows: bool,
         policy: Policy,
     ) -> Result<Run> {
         let (parameters, mut gradients) = store.split();
         let mut tape = Tape::new(device, &parameters, policy, RandomKey { seed: 0, step: 0, site: 0 })
             .with_gradients(&mut gradients);
-        let leaf = input.map(|input| tape.leaf(input));
+        let leaf = input.map(|input| if flows { tape.leaf(input) } else { tape.constant(input) });
         let output = unit.forward(&mut tape, &mut Forward::training(batch, 1.0), leaf.as_ref())?;
         Ok(Run { leaf, output, recording: tape.finish() })
     }

@@ -38,6 +38,9 @@ pub enum ModelError {
     /// A model or a micro-batch cannot be divided among the ranks of a tensor-parallel group.
     #[error("tensor parallelism: {0}")]
     Split(String),
+    /// A model cannot be fine-tuned as asked.
+    #[error("fine-tuning: {0}")]
+    Tuning(String),
     /// The key/value cache cannot do what was asked.
     #[error("key/value cache: {0}")]
     Cache(String),

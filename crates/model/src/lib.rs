@@ -10,6 +10,7 @@
 //! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
 //! | [`units`] | embedding, block and head of both families |
 //! | [`split`] | the units of one rank of a tensor-parallel group |
+//! | [`tuning`] | frozen parameters, and adapters on linear layers |
 //! | [`parameter`], [`patch`], [`init`] | parameters, their places in buffers, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
@@ -29,6 +30,7 @@ pub mod presets;
 pub mod rope;
 pub mod spec;
 pub mod split;
+pub mod tuning;
 pub mod unit;
 pub mod units;
 pub mod weights;
@@ -43,4 +45,5 @@ pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
 pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};
 pub use split::{Chunks, ContextSplit, TensorSplit};
+pub use tuning::{AdapterSpec, Adapters, Tuning};
 pub use unit::{Exchange, Forward, Output, Segment, Segments, Unit, Value};

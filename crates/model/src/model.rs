@@ -3,10 +3,11 @@
 use crate::batch::{Batch, BatchSlices};
 use crate::cache::KvCache;
 use crate::init::initialise;
-use crate::parameter::{ParameterSpec, UnitLayout};
+use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
 use crate::spec::ModelSpec;
 use crate::split::{ContextSplit, Division, TensorSplit};
+use crate::tuning::{Adapters, Tuning, tuned};
 use crate::unit::{Forward, Unit};
 use crate::units::{Block, Embedding, Head};
 use crate::{ModelError, Result};
@@ -25,6 +26,8 @@ pub struct Model {
     units: Vec<Box<dyn Unit>>,
     vocab_size: usize,
     positions_max: Option<usize>,
+    tuning: Tuning,
+    adapters: Adapters,
 }
 
 impl Model {
@@ -67,15 +70,65 @@ impl Model {
         units.extend(blocks.into_iter().map(|block| Box::new(block) as Box<dyn Unit>));
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
-        Ok(Model { spec: Some(spec), division, context, units, vocab_size, positions_max })
+        let (tuning, adapters) = Default::default();
+        Ok(Model { spec: Some(spec), division, context, units, vocab_size, positions_max, tuning, adapters })
     }
 
     /// A model of the caller's own units. `vocab_size` bounds tokens and targets.
     pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
-        let model =
-            Model { spec: None, division: None, context: ContextSplit::WHOLE, units, vocab_size, positions_max: None };
+        let (tuning, adapters) = Default::default();
+        let (spec, division, context, positions_max) = (None, None, ContextSplit::WHOLE, None);
+        let model = Model { spec, division, context, units, vocab_size, positions_max, tuning, adapters };
         model.check_units()?;
         Ok(model)
+    }
+
+    pub(crate) fn with_tuning(mut self, tuning: &Tuning) -> Result<Model> {
+        let ranks = self.tensor_split().ranks;
+        (self.units, self.adapters) = tuned(std::mem::take(&mut self.units), ranks, tuning)?;
+        self.tuning = tuning.clone();
+        Ok(self)
+    }
+
+    /// What of it is trained.
+    pub fn tuning(&self) -> &Tuning {
+        &self.tuning
+    }
+
+    /// Its adapters, by weight.
+    pub fn adapters(&self) -> &Adapters {
+        &self.adapters
+    }
+
+    /// The first unit of which something is trained.
+    pub fn lowest_trained(&self) -> usize {
+        let is_trained = |unit: &dyn Unit| unit.parameters().iter().any(|parameter| parameter.trained);
+        self.units.iter().position(|unit| is_trained(unit.as_ref())).unwrap_or(0)
+    }
+
+    /// FLOPs of training on one token of a sequence of `length` tokens, by the convention of
+    /// [`FlopsPerToken`](crate::costs::FlopsPerToken), less the gradients that nothing frozen has.
+    /// None for a model of the caller's own units.
+    pub fn flops_per_token(&self, length: usize) -> Option<f64> {
+        let spec = self.spec.as_ref()?;
+        let lowest = self.lowest_trained();
+        let borrowed = |id: ParamId| self.units.iter().any(|unit| unit.borrowed().contains(&id));
+        let mut flops = spec.flops_per_token(length).convention;
+        for (id, parameter) in self.parameters() {
+            let elements = parameter.whole_shape().iter().product::<usize>() as f64;
+            let multiplied = parameter.kind == ParameterKind::Matrix || borrowed(id);
+            flops += match (parameter.is_adapter(), multiplied, parameter.trained) {
+                (true, ..) => 6.0 * elements,
+                (false, true, false) => -2.0 * elements,
+                _ => 0.0,
+            };
+            if multiplied && (id.unit as usize) < lowest && !borrowed(id) {
+                flops -= 2.0 * elements;
+            }
+        }
+        // Blocks below the lowest have no backward: 8 of the 12 parts of attention.
+        let width = (spec.heads * spec.head_dim) as f64;
+        Some(flops - 8.0 * (lowest.saturating_sub(1).min(spec.layers) * length) as f64 * width)
     }
 
     fn check_units(&self) -> Result<()> {
@@ -190,7 +243,11 @@ impl Model {
                 value.overwrite(|value: &mut [f32]| initialise(cpu, seed, id, parameter, 0, value))?;
             }
             store.insert(id, value);
+            if !parameter.trained {
+                store.freeze(id);
+            }
         }
+        self.adapters.iter().for_each(|(id, adapter)| store.adapt(*id, adapter.clone()));
         Ok(store)
     }
 

@@ -89,6 +89,9 @@ pub struct ParameterSpec {
     /// The layout over the ranks of a tensor-parallel group: split; invariant if every rank
     /// computes the same gradient of it; replicated if the ranks' gradients must be summed.
     pub layout: Layout,
+    /// True if training updates it. A frozen parameter has no gradient, no master and no optimizer
+    /// state.
+    pub trained: bool,
 }
 
 /// The part of a whole parameter that one rank of a tensor-parallel group holds.
@@ -131,7 +134,8 @@ impl ParameterSpec {
         let source =
             Source { hf_name: hf_name.into(), rows: 0..shape.first().copied().unwrap_or(1), transposed: false };
         let (split, layout) = (None, Layout::Invariant);
-        ParameterSpec { name: name.into(), shape: shape.to_vec(), init, kind, sources: vec![source], split, layout }
+        let (name, shape) = (name.into(), shape.to_vec());
+        ParameterSpec { name, shape, init, kind, sources: vec![source], split, layout, trained: true }
     }
 
     /// The same, made of several tensors one below the other: (name in files, rows).
@@ -252,13 +256,19 @@ impl ParameterSpec {
 
 /// The positions of a unit's parameters in its one flat buffer.
 ///
-/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements. The whole is padded so
+/// The buffer has two regions: trained parameters, then frozen ones. Masters, gradients and
+/// optimizer state have the first region only.
+///
+/// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements. Each region is padded so
 /// that it divides into equal shards of whole [`UnitLayout::QUANTUM`] elements. One collective then
-/// moves a unit without copies. The elements of the gaps are zero and stay zero.
+/// moves a region without copies. The elements of the gaps are zero and stay zero.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitLayout {
     ranges: Vec<Range<usize>>,
-    flat_elements: usize,
+    /// Elements of the trained and of the frozen region before padding.
+    flat_elements: [usize; 2],
+    /// Elements of the trained region.
+    trained_elements: usize,
     elements: usize,
     shards: usize,
 }
@@ -273,15 +283,22 @@ impl UnitLayout {
 
     /// The layout of `parameters` in order, for `shards` shards.
     pub fn new(parameters: &[ParameterSpec], shards: usize) -> UnitLayout {
-        let mut end = 0;
-        let mut ranges = Vec::with_capacity(parameters.len());
-        for parameter in parameters {
-            let start = end;
-            ranges.push(start..start + parameter.elements());
-            end = (start + parameter.elements()).next_multiple_of(Self::ALIGN);
-        }
         let shards = shards.max(1);
-        UnitLayout { ranges, flat_elements: end, elements: end.next_multiple_of(Self::QUANTUM * shards), shards }
+        let mut ranges = vec![0..0; parameters.len()];
+        let mut place = |trained: bool, first: usize| {
+            let mut end = first;
+            for (range, parameter) in ranges.iter_mut().zip(parameters).filter(|(_, p)| p.trained == trained) {
+                *range = end..end + parameter.elements();
+                end = range.end.next_multiple_of(Self::ALIGN);
+            }
+            end - first
+        };
+        let padded = |elements: usize| elements.next_multiple_of(Self::QUANTUM * shards);
+        let trained = place(true, 0);
+        let trained_elements = padded(trained);
+        let frozen = place(false, trained_elements);
+        let elements = trained_elements + padded(frozen);
+        UnitLayout { ranges, flat_elements: [trained, frozen], trained_elements, elements, shards }
     }
 
     /// The elements of parameter `index`.
@@ -296,7 +313,12 @@ impl UnitLayout {
 
     /// Elements before padding to shards, the gaps between parameters included.
     pub fn flat_elements(&self) -> usize {
-        self.flat_elements
+        self.flat_elements.iter().sum()
+    }
+
+    /// Those of the frozen region.
+    pub fn frozen_flat_elements(&self) -> usize {
+        self.flat_elements[1]
     }
 
     /// Elements of the buffer, padding included.
@@ -304,16 +326,48 @@ impl UnitLayout {
         self.elements
     }
 
-    /// Elements of one shard.
+    /// Elements of the trained region, which is the first, padding included.
+    pub fn trained_elements(&self) -> usize {
+        self.trained_elements
+    }
+
+    /// Elements of one shard of the trained region.
     pub fn shard_elements(&self) -> usize {
-        self.elements / self.shards
+        self.trained_elements / self.shards
+    }
+
+    /// Elements of one shard of the frozen region.
+    pub fn frozen_shard_elements(&self) -> usize {
+        (self.elements - self.trained_elements) / self.shards
+    }
+
+    /// The elements of the two regions, of those that have any.
+    pub fn regions(&self) -> impl Iterator<Item = Range<usize>> {
+        let regions = [0..self.trained_elements, self.trained_elements..self.elements];
+        regions.into_iter().filter(|region| !region.is_empty())
+    }
+
+    /// The trained parameters with their elements, ascending.
+    pub fn trained(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
+        let of = |(index, range): (usize, &Range<usize>)| (index, range.clone());
+        self.ranges.iter().enumerate().map(of).filter(|(_, range)| range.start < self.trained_elements)
+    }
+
+    /// The frozen parameters with their elements, ascending.
+    pub fn frozen(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
+        let of = |(index, range): (usize, &Range<usize>)| (index, range.clone());
+        self.ranges.iter().enumerate().map(of).filter(|(_, range)| range.start >= self.trained_elements)
     }
 
     /// The part of parameter `index` that lies in `shard`, as elements of that parameter; empty if
     /// none does.
     pub fn part_in_shard(&self, index: usize, shard: usize) -> Range<usize> {
         let parameter = &self.ranges[index];
-        let shard = shard * self.shard_elements()..(shard + 1) * self.shard_elements();
+        let (first, each) = match parameter.start < self.trained_elements {
+            true => (0, self.shard_elements()),
+            false => (self.trained_elements, self.frozen_shard_elements()),
+        };
+        let shard = first + shard * each..first + (shard + 1) * each;
         let start = parameter.start.max(shard.start).min(parameter.end);
         let end = parameter.end.min(shard.end).max(start);
         start - parameter.start..end - parameter.start
@@ -374,6 +428,28 @@ mod tests {
                 prop_assert_eq!(parts, (0..*size).collect::<Vec<_>>());
             }
             prop_assert!(end <= layout.elements());
+        }
+
+        /// Trained parameters come first, and each region divides into equal shards.
+        #[test]
+        fn trained_parameters_are_a_region_of_their_own(
+            sizes in prop::collection::vec((1usize..9000, any::<bool>()), 1..8), shards in 1usize..5,
+        ) {
+            let parameter = |(n, trained): &(usize, bool)| ParameterSpec { trained: *trained, ..vector(*n) };
+            let parameters: Vec<_> = sizes.iter().map(parameter).collect();
+            let layout = UnitLayout::new(&parameters, shards);
+            let frozen = layout.elements() - layout.trained_elements();
+            prop_assert_eq!(layout.trained_elements(), layout.shard_elements() * shards);
+            prop_assert_eq!(frozen, layout.frozen_shard_elements() * shards);
+            for (index, (size, trained)) in sizes.iter().enumerate() {
+                let range = layout.range(index);
+                prop_assert!(range.len() == *size && (range.end <= layout.trained_elements()) == *trained);
+                prop_assert!(range.end <= layout.elements());
+                let parts: Vec<_> = (0..shards).flat_map(|shard| layout.part_in_shard(index, shard)).collect();
+                prop_assert_eq!(parts, (0..*size).collect::<Vec<_>>());
+            }
+            let all = layout.trained().chain(layout.frozen()).map(|(_, range)| range).collect::<Vec<_>>();
+            prop_assert!(all.len() == sizes.len() && all.is_sorted_by(|a, b| a.end <= b.start));
         }
     }
 }

@@ -108,6 +108,8 @@ impl<'a> Bounds<'a> {
             chunks: Vec::new(),
             units: Vec::new(),
             borrows: Vec::new(),
+            frozen: Vec::new(),
+            lowest: 0,
             splits: Vec::new(),
             pipeline: Vec::new(),
             fused_loss: false,

@@ -101,7 +101,9 @@ pub(crate) struct Lowering<'a> {
     pub(crate) builder: Builder,
     /// Everything but the instructions.
     pub(crate) program: Program,
-    /// The units whose state the rank holds.
+    /// The units that the rank holds.
+    pub(crate) holds: Vec<u32>,
+    /// Those of them of which something is trained.
     pub(crate) trains: Vec<u32>,
     pub(crate) passes: Vec<Pass>,
     /// Per pass so far, its last instructions.
@@ -187,7 +189,12 @@ impl<'a> Lowering<'a> {
         let (accumulation, prefetch) = (strategy.accumulation_steps, strategy.prefetch as usize);
         let sizes = Sizes::new(model, mesh, strategy);
         let placement = sizes.placement;
-        let (passes, arrivals) = pipeline.passes(mesh.coordinates(rank).pp);
+        let (mut passes, arrivals) = pipeline.passes(mesh.coordinates(rank).pp);
+        let lowest = sizes.lowest_differentiated();
+        if lowest > 0 {
+            // There is one stage, so nothing arrives.
+            passes.retain(|pass| pass.phase == Phase::Forward || pass.unit >= lowest);
+        }
         let mut program = Program {
             rank,
             mesh: *mesh,
@@ -196,6 +203,8 @@ impl<'a> Lowering<'a> {
             chunks: Vec::new(),
             units: model.units.iter().map(|unit| unit.name.clone()).collect(),
             borrows: model.units.iter().map(|unit| unit.borrows.clone()).collect(),
+            frozen: model.frozen_units(),
+            lowest,
             splits: model.units.iter().filter_map(|unit| unit.split.clone()).collect(),
             pipeline: pipeline.stretches.clone(),
             fused_loss: backward_follows(&passes, units as u32 - 1),
@@ -212,7 +221,7 @@ impl<'a> Lowering<'a> {
         let apart = strategy.elastic || strategy.reduce_schedule == ReduceSchedule::PerMicroBatch;
         let spans = |program: &Program, apart| {
             let adds_to = |pass: &Pass| match program.adds_gradients(pass.unit, pass.phase, pass.part) {
-                true => program.reads(pass.unit).collect(),
+                true => program.adds_to(pass.unit).collect(),
                 false => Vec::new(),
             };
             gradient_spans(&passes, units, accumulation, adds_to, apart)
@@ -246,6 +255,7 @@ impl<'a> Lowering<'a> {
             strategy,
             sizes,
             builder: Builder::default(),
+            holds: program.holds(),
             trains: program.trains(),
             ran: Vec::with_capacity(passes.len()),
             counted: 0,
@@ -586,7 +596,7 @@ impl<'a> Lowering<'a> {
             let axis = self.strategy.kind.gradient_axis();
             if due && self.sizes.mesh.degree(axis) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
-                let message = self.sizes.full(unit, self.strategy.bytes.reduce);
+                let message = self.sizes.trained(unit, self.strategy.bytes.reduce);
                 let mut reduce = Instruction::new(Action::Reduce { unit, accumulate, axis }).moving(message);
                 reduce = reduce.encoded(self.strategy.gradients);
                 let mut needs = vec![complete];

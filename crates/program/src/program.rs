@@ -7,6 +7,10 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
 /// The program of one rank's step: instructions, and the facts about model and mesh that they refer
 /// to.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -27,6 +31,12 @@ pub struct Program {
     pub units: Vec<String>,
     /// Per unit, the other units whose parameters it reads.
     pub borrows: Vec<Vec<u32>>,
+    /// The units of which nothing is trained, ascending. They have neither gradients nor updates.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<u32>,
+    /// The first unit that has a backward: nothing below it is trained.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub lowest: u32,
     /// Per unit, its inside if it is split over the tensor-parallel group. Empty: no unit is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub splits: Vec<SplitShape>,
@@ -129,9 +139,25 @@ impl Program {
         self.chunks.get(unit as usize).copied().unwrap_or(1)
     }
 
-    /// The units that the rank trains, ascending: those it runs, and those whose parameters they
-    /// borrow.
+    /// True if some parameter of `unit` is trained.
+    pub fn is_trained(&self, unit: u32) -> bool {
+        self.frozen.binary_search(&unit).is_err()
+    }
+
+    /// The units to whose gradients a pass that differentiates the weights of `unit` adds.
+    pub fn adds_to(&self, unit: u32) -> impl Iterator<Item = u32> + '_ {
+        self.reads(unit).filter(|unit| self.is_trained(*unit))
+    }
+
+    /// The units that the rank trains, ascending: of those it holds, the ones of which something
+    /// is trained.
     pub fn trains(&self) -> Vec<u32> {
+        self.holds().into_iter().filter(|unit| self.is_trained(*unit)).collect()
+    }
+
+    /// The units that the rank holds, ascending: those it runs, and those whose parameters they
+    /// borrow.
+    pub fn holds(&self) -> Vec<u32> {
         let units = self.stretches().flatten();
         let mut units: Vec<u32> = units.flat_map(|unit| self.reads(unit)).collect();
         units.sort_unstable();

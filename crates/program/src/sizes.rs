@@ -11,42 +11,58 @@ pub struct Sizes<'a> {
     pub mesh: &'a Mesh,
     pub strategy: &'a Strategy,
     pub placement: Placement,
-    /// Per unit: elements of the whole flat buffer, and of the rank's shard.
-    elements: Vec<[u64; 2]>,
+    /// Per unit: elements of the trained region of the flat buffer, and of the rank's shard of it.
+    trained: Vec<[u64; 2]>,
+    /// The same of the frozen region.
+    frozen: Vec<[u64; 2]>,
 }
 
 impl<'a> Sizes<'a> {
     pub fn new(model: &'a ModelShape, mesh: &'a Mesh, strategy: &'a Strategy) -> Sizes<'a> {
         let (shards, tp, ep) = (mesh.shard_degree(), u64::from(mesh.tp), u64::from(mesh.ep));
-        let elements = |unit: &crate::UnitShape| {
+        let trained = |unit: &crate::UnitShape| {
             let tp = if unit.split.is_some() { 1 } else { tp };
-            let experts = unit.expert_elements.min(unit.flat_elements);
-            let [dense, experts] = [unit.flat_elements - experts, experts].map(|elements| elements.div_ceil(tp));
+            let all = unit.flat_elements.saturating_sub(unit.frozen_elements);
+            let experts = unit.expert_elements.min(all);
+            let [dense, experts] = [all - experts, experts].map(|elements| elements.div_ceil(tp));
             // Experts are split over `ep` neighbours of the shard group, and sharded over the rest
             // of it.
             let shard = padded(dense + experts, shards) / u64::from(shards);
             [padded(dense + experts.div_ceil(ep), shards), shard]
         };
-        let elements = model.units.iter().map(elements).collect();
-        Sizes { model, mesh, strategy, placement: Placement::of(mesh, strategy), elements }
+        let frozen = |unit: &crate::UnitShape| {
+            let tp = if unit.split.is_some() { 1 } else { tp };
+            let whole = padded(unit.frozen_elements.div_ceil(tp), shards);
+            [whole, whole / u64::from(shards)]
+        };
+        let frozen = model.units.iter().map(frozen).collect();
+        let trained = model.units.iter().map(trained).collect();
+        Sizes { model, mesh, strategy, placement: Placement::of(mesh, strategy), trained, frozen }
     }
 
     /// Bytes of a unit's whole flat buffer at `width` bytes per element.
     pub fn full(&self, unit: u32, width: u32) -> u64 {
-        self.elements[unit as usize][0] * u64::from(width)
+        self.trained(unit, width) + self.frozen[unit as usize][0] * u64::from(width)
     }
 
-    /// Bytes of the part of a unit's flat buffer that the rank holds.
+    /// Bytes of the trained region of a unit's flat buffer.
+    pub fn trained(&self, unit: u32, width: u32) -> u64 {
+        self.trained[unit as usize][0] * u64::from(width)
+    }
+
+    /// Bytes of the part of a unit's trained region that the rank holds.
     pub fn held(&self, unit: u32, extent: Extent, width: u32) -> u64 {
         match extent {
-            Extent::Full => self.full(unit, width),
-            Extent::Shard => self.elements[unit as usize][1] * u64::from(width),
+            Extent::Full => self.trained(unit, width),
+            Extent::Shard => self.trained[unit as usize][1] * u64::from(width),
         }
     }
 
-    /// Bytes of the resident copy, which forward reads.
+    /// Bytes of the resident copy, which forward reads, frozen parameters included.
     pub fn parameters(&self, unit: u32) -> u64 {
-        self.held(unit, self.placement.parameters, self.strategy.bytes.parameter)
+        let (extent, width) = (self.placement.parameters, self.strategy.bytes.parameter);
+        let frozen = self.frozen[unit as usize][usize::from(extent == Extent::Shard)];
+        self.held(unit, extent, width) + frozen * u64::from(width)
     }
 
     /// Bytes of a unit's masters and of its optimizer state.
@@ -80,14 +96,23 @@ impl<'a> Sizes<'a> {
 
     /// Bytes of a unit's gradient before it is sharded.
     pub fn gradient(&self, unit: u32) -> u64 {
-        self.full(unit, self.strategy.bytes.gradient)
+        self.trained(unit, self.strategy.bytes.gradient)
     }
 
     /// The activations that a unit's forward keeps. The last unit keeps everything, because its
     /// backward follows at once.
     pub fn keep(&self, unit: u32) -> Keep {
         let last = unit as usize + 1 == self.model.units.len();
-        if last { Keep::Everything } else { self.strategy.keep[unit as usize] }
+        // Where no backward comes, nothing is kept at all.
+        let below = unit < self.lowest_differentiated();
+        if last || below { Keep::Everything } else { self.strategy.keep[unit as usize] }
+    }
+
+    /// The first unit that has a backward. In a pipeline, and where units are split, gradients flow
+    /// through all of them.
+    pub fn lowest_differentiated(&self) -> u32 {
+        let whole = self.mesh.pp == 1 && self.model.units.iter().all(|unit| unit.split.is_none());
+        if whole { self.model.lowest_trained() } else { 0 }
     }
 
     /// Bytes that the unit's forward keeps.
@@ -106,6 +131,9 @@ impl<'a> Sizes<'a> {
     }
 
     fn saved_under(&self, unit: u32, keep: Keep) -> u64 {
+        if unit < self.lowest_differentiated() {
+            return 0;
+        }
         if let Some(split) = self.split(unit) {
             return split.saved(keep);
         }
@@ -147,7 +175,7 @@ impl<'a> Sizes<'a> {
     /// Bytes that the norm holds: its partial sums over `units`, one f64 per chunk, and a loss per
     /// micro-batch of the step and part of the sequence.
     pub fn norm(&self, units: &[u32]) -> u64 {
-        let chunks: u64 = units.iter().map(|unit| self.full(*unit, 1) / SHARD_QUANTUM).sum();
+        let chunks: u64 = units.iter().map(|unit| self.trained(*unit, 1) / SHARD_QUANTUM).sum();
         8 * (chunks + u64::from(self.mesh.data_parallel() * self.mesh.cp * self.strategy.accumulation_steps))
     }
 

@@ -27,6 +27,10 @@ pub struct UnitShape {
     pub name: String,
     /// Elements of the flat buffer before padding to shards, including the gaps between parameters.
     pub flat_elements: u64,
+    /// Those of `flat_elements` that are not trained. They lie behind the trained ones and have
+    /// neither gradients nor masters nor optimizer state.
+    #[serde(default)]
+    pub frozen_elements: u64,
     /// Other units whose parameters it reads (tied embeddings).
     pub borrows: Vec<u32>,
     /// Bytes that a forward keeps, in the order of [`Keep`]: everything, selective, input only.
@@ -60,6 +64,20 @@ pub struct ModelShape {
     pub units: Vec<UnitShape>,
     /// Bytes of a micro-batch's tokens, targets and positions on the device.
     pub batch_bytes: u64,
+}
+
+impl ModelShape {
+    /// The units of which nothing is trained, ascending.
+    pub fn frozen_units(&self) -> Vec<u32> {
+        let frozen = |unit: &UnitShape| unit.frozen_elements > 0 && unit.frozen_elements >= unit.flat_elements;
+        (0..).zip(&self.units).filter(|(_, unit)| frozen(unit)).map(|(number, _)| number).collect()
+    }
+
+    /// The first unit of which something is trained: no gradient flows further down.
+    pub fn lowest_trained(&self) -> u32 {
+        let frozen = self.frozen_units();
+        (0..self.units.len() as u32).find(|unit| frozen.binary_search(unit).is_err()).unwrap_or(0)
+    }
 }
 
 /// Bytes per element of the state that a rank keeps.

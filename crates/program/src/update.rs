@@ -133,7 +133,7 @@ impl Lowering<'_> {
         let mut written = self.outer_step(unit, written);
         if self.sizes.placement.parameters != self.sizes.placement.masters {
             let gather = Instruction::new(Action::Gather { unit, over: self.sizes.mesh.shard_degree() });
-            let message = self.sizes.full(unit, self.strategy.bytes.parameter);
+            let message = self.sizes.trained(unit, self.strategy.bytes.parameter);
             written = self.builder.push(gather.moving(message), [written]);
         }
         if self.strategy.offload.parameters.is_some() {
@@ -161,8 +161,9 @@ impl Lowering<'_> {
         let offload = &self.strategy.offload;
         let sum = |of: &dyn Fn(u32) -> u64| self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64;
         let gradient = |unit| self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.gradient);
+        let copies_held = self.holds.iter().map(|unit| self.sizes.parameters(*unit)).sum::<u64>() as i64;
         let effects = [
-            (MemoryKind::Parameters, offload.parameters, sum(&|unit| self.sizes.parameters(unit))),
+            (MemoryKind::Parameters, offload.parameters, copies_held),
             (MemoryKind::Masters, offload.optimizer, sum(&|unit| self.sizes.optimizer(unit)[0])),
             (MemoryKind::Gradients, offload.gradients, sum(&gradient)),
             (MemoryKind::Optimizer, offload.optimizer, sum(&|unit| self.sizes.optimizer(unit)[1])),
@@ -184,7 +185,7 @@ impl Lowering<'_> {
         let (shards, replicas) = (u64::from(mesh.shard_degree()), u64::from(mesh.dp_replicate));
         let with_feedback = |encoding: Option<Encoding>| encoding.filter(|encoding| encoding.feedback);
         let of = |unit: u32| {
-            let whole = self.sizes.full(unit, 4);
+            let whole = self.sizes.trained(unit, 4);
             let over_replicas = |part: u64| if replicas > 1 { part + part.div_ceil(replicas) } else { 0 };
             let gradients = with_feedback(self.strategy.gradients).map_or(0, |encoding| {
                 let in_group = if shards > 1 && encoding.is_over(Axis::Shard) { whole } else { 0 };

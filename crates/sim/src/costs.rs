@@ -382,6 +382,7 @@ impl Units {
             UnitShape {
                 name: name.clone(),
                 flat_elements: unit.elements as u64,
+                frozen_elements: 0,
                 borrows: if tied && index == last { vec![0] } else { Vec::new() },
                 saved_bytes: unit.saved.map(round),
                 output_bytes: (unit.output * context) as u64,

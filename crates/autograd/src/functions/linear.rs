@@ -11,6 +11,8 @@ pub struct Linear {
     activation: Activation,
     bias: bool,
     residual: bool,
+    /// True if x is kept: the weight or the bias is trained.
+    keeps_input: bool,
     /// The scaling of its operands, if they are rounded. Backward rounds those of forward in the
     /// same way.
     fp8: Option<Scaling>,
@@ -30,6 +32,14 @@ pub struct LinearOptions<'a> {
 impl Tape<'_> {
     /// `act(x wᵀ + b) + residual`: x [m, k], w [n, k], b [n], residual and result [m, n].
     pub fn linear(&mut self, x: &Var, w: ParamId, options: LinearOptions<'_>) -> Result<Var> {
+        if let Some(adapter) = self.adapter(w) {
+            return self.adapted_linear(x, w, options, adapter);
+        }
+        self.own_linear(x, w, options)
+    }
+
+    /// [`Tape::linear`] without what an adapter adds.
+    pub(super) fn own_linear(&mut self, x: &Var, w: ParamId, options: LinearOptions<'_>) -> Result<Var> {
         let LinearOptions { bias, activation, residual } = options;
         let mut inputs = vec![Operand::from(x), w.into()];
         inputs.extend(bias.map(Operand::from));
@@ -38,14 +48,18 @@ impl Tape<'_> {
         let bias = bias.map(|id| self.parameter(id)).transpose()?;
         let keep = activation != Activation::None && self.records();
         let (from, added) = (x.tensor(), residual.map(Var::tensor));
+        let keeps_input = weight.trained || bias.as_ref().is_some_and(|bias| bias.trained);
         let bias = bias.as_ref().map(|b| &b.value);
         let fp8 = self.fp8(w).cloned();
         let (y, pre) = match &fp8 {
             None => ops::linear(from, &weight.value, bias, activation, added, keep)?,
             Some(scaling) => fp8::linear_fp8(from, &weight.value, bias, activation, added, keep, scaling)?,
         };
-        let function = Linear { activation, bias: bias.is_some(), residual: residual.is_some(), fp8 };
-        self.record_one(function, &inputs, y, |tape| [tape.save(x)].into_iter().chain(pre.map(Saved::Tensor)).collect())
+        let function = Linear { activation, bias: bias.is_some(), residual: residual.is_some(), keeps_input, fp8 };
+        self.record_one(function, &inputs, y, |tape| {
+            let input = keeps_input.then(|| tape.save(x));
+            input.into_iter().chain(pre.map(Saved::Tensor)).collect()
+        })
     }
 }
 
@@ -57,10 +71,10 @@ impl Differentiable for Linear {
                 cx.add_gradient(2 + self.bias as usize, dy.clone())?;
             }
             if self.activation != Activation::None {
-                let pre = cx.saved(1)?;
+                let pre = cx.saved(usize::from(self.keeps_input))?;
                 dy = ops::activation_backward(self.activation, &pre, dy)?;
             }
-            cx.leave(Some(&dy), &[0]);
+            cx.leave(Some(&dy), if self.keeps_input { &[0] } else { &[] });
         }
         let mut dw = cx.gradient_target(1)?;
         let mut db = if self.bias { cx.gradient_target(2)? } else { None };

@@ -9,6 +9,7 @@
 //! Symbols: m rows (tokens), k and n inner and outer width of a product, d width of a row, p
 //! attended pairs of query and key, h heads, c width of a head, v vocabulary.
 
+mod adapter;
 mod attention;
 mod context;
 mod dropout;
@@ -107,6 +108,7 @@ functions! {
     Add(pointwise::Add):                        "add",                  "nothing",                           "m d; 0",                   kept;
     Bias(pointwise::Bias):                      "bias",                 "nothing",                           "m d; m d",                 kept;
     Linear(linear::Linear):                     "linear",               "x; x wT + b if activated",          "2 m n k; 4 m n k",         kept;
+    LowRank(adapter::LowRank):                  "low_rank",             "x, x aT",                           "2 m (n + k) r; 4 m (n + k) r", kept;
     LinearCrossEntropy(loss::LinearCrossEntropy): "linear_cross_entropy", "x, or dx when gradients are at hand", "2 m v d; 4 or 6 m v d", kept;
     PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;
     Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;

@@ -9,8 +9,9 @@ use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
 use trainyard_engine::session::files;
 use trainyard_engine::shape;
-use trainyard_engine::trained::{Runtime, open_trained};
-use trainyard_model::weights::{ExportOptions, export};
+use trainyard_engine::trained::{Runtime, Trained, open_trained};
+use trainyard_model::Model;
+use trainyard_model::weights::{ExportOptions, export, export_adapter};
 use trainyard_tensor::DType;
 
 /// Write a run's model as a Hugging Face folder that transformers loads: weights, config.json,
@@ -24,6 +25,10 @@ pub struct Args {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Write the run's adapters alone, as a PEFT folder. Without this they are merged into the
+    /// weights.
+    #[arg(long, conflicts_with_all = ["dtype", "max_shard_size"])]
+    adapter: bool,
     /// The type of the weights. Unset: the precision of the run, or the type in a Hugging Face
     /// folder's config.json.
     #[arg(long)]
@@ -56,6 +61,19 @@ fn dtype_of(folder: &Path) -> Result<DType> {
     })
 }
 
+/// Writes the adapters of a run.
+fn adapter(args: &Args, trained: &Trained) -> Result<()> {
+    let base = trained.run.as_ref().and_then(|run| run.config.model.path.as_deref()).unwrap_or(&args.model);
+    let files = export_adapter(&args.out, trained.rank.model(), &base.display().to_string(), |id| trained.values(id))
+        .with_context(|| format!("cannot write an adapter to {}", args.out.display()))?;
+    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" (step {})", run.step));
+    print(format_args!("{}{step}: adapters for {} in {}\n", args.model.display(), base.display(), args.out.display()))?;
+    for file in &files {
+        print(format_args!("  {}\n", file.display()))?;
+    }
+    Ok(())
+}
+
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     if args.out.join(files::CONFIG).exists() {
@@ -70,6 +88,9 @@ pub fn run(args: &Args) -> Result<()> {
     let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
     let trained = open_trained(&args.model, args.checkpoint.checkpoint, &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
+    if args.adapter {
+        return adapter(args, &trained);
+    }
     let (dtype, because) = match (args.dtype, &trained.run) {
         (Some(dtype), _) => (dtype.dtype(), ""),
         (None, Some(run)) => (shape::dtype_of(run.config.precision.compute), ", as the run computes"),
@@ -77,11 +98,8 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let generation = super::generation_config(&args.model)?;
     let options = ExportOptions { dtype, max_shard_bytes: args.max_shard_size, generation };
-    let parameters = &trained.rank.parameters;
-    let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> {
-        Ok(parameters.unit(unit).master_range(0..out.len())?.with_data(|values: &[f32]| out.copy_from_slice(values))?)
-    };
-    let exported = export(&args.out, trained.rank.model(), options, values)
+    let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> { trained.merged_unit(unit, out) };
+    let exported = export(&args.out, &Model::new(trained.spec.clone())?, options, values)
         .with_context(|| format!("cannot export to {}", args.out.display()))?;
     trained
         .tokenizer

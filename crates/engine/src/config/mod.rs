@@ -25,6 +25,7 @@ mod presets;
 mod print;
 mod resolve;
 mod resolve_data;
+mod resolve_fine_tuning;
 mod resolve_model;
 mod resolve_parallel;
 mod resolve_update;
@@ -49,7 +50,7 @@ pub use resolve_update::Apart;
 pub use section::{Key, Section};
 pub use sections::*;
 pub use sections_parallel::*;
-pub use value::{ByteSize, ConfigValue, Cuts, Override, Overrides, Reshard, Source, Sources};
+pub use value::{ByteSize, ConfigValue, Cuts, Names, Override, Overrides, Reshard, Source, Sources};
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -102,6 +103,8 @@ config! {
     run: RunSection,
     /// The model.
     model: ModelSection,
+    /// What of the model is trained, and adapters.
+    fine_tuning: FineTuningSection,
     /// The tokenizer.
     tokenizer: TokenizerSection,
     /// Corpora.

@@ -262,6 +262,7 @@ impl Config {
         let mut r = Resolver::new(requested.clone());
         r.run();
         let model = r.model(inputs);
+        r.fine_tuning();
         r.tokenizer();
         let validation = r.data(inputs);
         let sequence_length = r.sequence_length(inputs);

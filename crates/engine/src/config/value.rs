@@ -282,6 +282,26 @@ impl ConfigValue for Reshard {
     }
 }
 
+/// A list of names or patterns.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Names(pub Vec<String>);
+
+impl ConfigValue for Names {
+    fn expected() -> String {
+        "a name, or a list of names".to_owned()
+    }
+    fn from_value(value: &Value) -> Result<Self, String> {
+        let name = |value: &Value| value.as_str().map(str::to_owned).ok_or_else(|| wrong::<Self>(value));
+        match value {
+            Value::Array(list) => list.iter().map(name).collect::<Result<_, _>>().map(Names),
+            one => name(one).map(|name| Names(vec![name])),
+        }
+    }
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::Array(self.0.iter().map(|name| Value::String(name.clone())).collect()))
+    }
+}
+
 /// Corpora, in order; see [`Source`].
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Sources(pub Vec<Source>);

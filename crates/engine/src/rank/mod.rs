@@ -23,6 +23,7 @@ mod passes;
 mod step;
 
 pub(crate) use apart::NamedResidual;
+pub(crate) use offload::Setting;
 pub use graphs::{kept, stretch};
 pub use pace::Pace;
 pub use step::{Launches, StepOutcome, StepSettings};
@@ -39,7 +40,7 @@ use crate::optimizer::Optimizer;
 use crate::outer::{OuterSettings, OuterStep, master_range};
 use crate::positions::{Doing, Positions};
 use crate::precision::LossScaler;
-use crate::state::{GradientState, Holding, ParameterState, initialise, lock};
+use crate::state::{GradientState, Holding, ParameterState, initial_values, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
 use events::Events;
@@ -53,7 +54,6 @@ use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Forward, Model, TensorSplit, UnitLayout};
 use trainyard_program::{Action, Axis, Encoding, Instruction, Lane, Program};
-use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device, Tensor};
 
@@ -198,13 +198,19 @@ impl Rank {
     /// Sets the initial values. Each is a function of (seed, unit, index, element), so a shard has
     /// the same values as its part of the whole.
     fn initialise(&mut self) -> Result<()> {
+        self.initialise_by(self.seed)
+    }
+
+    /// Sets the initial values of `seed`.
+    pub(crate) fn initialise_by(&mut self, seed: u64) -> Result<()> {
         let specs: std::collections::BTreeMap<_, _> =
             self.model.parameters().map(|(id, spec)| (id, spec.clone())).collect();
-        let seed = self.seed;
-        self.set_masters(|id, range, values| {
-            let site = (id.unit << 16) | id.index;
-            initialise(values, &specs[&id], range, RandomKey { seed, step: RandomKey::INIT, site })
-        })
+        self.set_parameters(|id, range, values| initial_values(values, id, &specs[&id], range, seed))
+    }
+
+    /// The seed of initial values and of dropout.
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed
     }
 
     /// Makes a rank for evaluation and generation. It has neither gradients nor optimizer state,
@@ -739,7 +745,10 @@ fn outer_step(
 fn undivided(model: &Model) -> Result<Option<Model>> {
     let split = model.tensor_split();
     match model.spec().filter(|_| split.sequence || model.context_split().ranks > 1) {
-        Some(spec) => Ok(Some(Model::split(spec.clone(), TensorSplit { sequence: false, ..split })?)),
+        Some(spec) => {
+            let undivided = Model::split(spec.clone(), TensorSplit { sequence: false, ..split })?;
+            Ok(Some(undivided.tuned(model.tuning())?))
+        }
         None => Ok(None),
     }
 }

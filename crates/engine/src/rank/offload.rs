@@ -13,6 +13,15 @@ use trainyard_autograd::ParamId;
 use trainyard_program::{Action, Instruction, State};
 use trainyard_tensor::{Device, Tensor, Usage};
 
+/// The parameters that are set.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Setting {
+    /// The masters.
+    Masters,
+    /// The masters, and frozen parameters.
+    All,
+}
+
 impl Rank {
     /// True if some of the state that a checkpoint holds lies in a tier. Such a checkpoint must be
     /// written before the next step changes the state.
@@ -39,7 +48,18 @@ impl Rank {
     /// each part that the rank holds, with the parameter, the range of its elements, and the tensor
     /// to write their values to. All ranks call this together.
     pub fn set_masters(&mut self, set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
-        self.set_own_masters(set)?;
+        self.set_own_masters(set, Setting::Masters)?;
+        self.begin_outer()
+    }
+
+    /// As [`Rank::set_masters`], and sets frozen parameters too, for which `set` may be called
+    /// several times.
+    pub fn set_parameters(&mut self, set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        self.set_own_masters(set, Setting::All)?;
+        self.begin_outer()
+    }
+
+    fn begin_outer(&self) -> Result<()> {
         match &self.outer {
             Some(outer) => lock(outer).begin_from(&self.parameters),
             None => Ok(()),
@@ -50,16 +70,29 @@ impl Rank {
     pub(crate) fn set_own_masters(
         &mut self,
         mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>,
+        what: Setting,
     ) -> Result<()> {
         let links = lock(&self.compute_links);
         for number in (0..self.model.units().len()).filter(|unit| self.parameters.holds(*unit)) {
             let unit = self.parameters.unit(number);
+            if what == Setting::Masters && unit.is_frozen() {
+                continue;
+            }
             if self.parameters.is_offloaded() {
-                self.parameters.take(number)?;
+                match what {
+                    Setting::Masters if unit.has_frozen() => {
+                        self.parameters.take_to_read(number)?;
+                        self.parameters.fetch(number)?;
+                    }
+                    _ => self.parameters.take(number)?,
+                }
             }
             let mut of_unit = |index: usize, range: Range<usize>, values: &mut Tensor| {
                 set(ParamId { unit: number as u32, index: index as u32 }, range, values)
             };
+            if what == Setting::All {
+                unit.set_frozen(&mut of_unit)?;
+            }
             if self.optimizer.has_masters() {
                 self.optimizer.set_masters(number, |range, masters| {
                     unit.set(range.clone(), masters, &mut of_unit)?;
@@ -68,7 +101,9 @@ impl Rank {
             } else {
                 unit.set_here(&mut of_unit)?;
             }
-            self.parameters.complete_copy(number, &links.shard)?;
+            if !unit.is_frozen() {
+                self.parameters.complete_copy(number, &links.shard)?;
+            }
             if self.parameters.is_offloaded() {
                 self.parameters.write(number)?;
                 self.parameters.give_back(number);

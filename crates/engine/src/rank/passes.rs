@@ -281,7 +281,10 @@ impl<'a> Pass<'a> {
             tape = tape.with_sites(self.passes.sites.get(&at.run()).copied().unwrap_or(0));
         }
         let values = &inside.segments[segment as usize].takes;
-        let place = |(value, tensor): (&u32, Tensor)| match inside.has_gradient(*value) {
+        // Nothing below the lowest unit is trained, so no gradient flows to its input.
+        let ends_here = program.lowest > 0 && unit <= program.lowest;
+        let flows = |value: u32| inside.has_gradient(value) && !(ends_here && inside.input == Some(value));
+        let place = |(value, tensor): (&u32, Tensor)| match flows(*value) {
             true => tape.leaf(tensor),
             false => tape.constant(tensor),
         };

@@ -86,7 +86,7 @@ pub struct AfterBackward {
 #[derive(Clone)]
 struct FreshSum {
     flat: Tensor,
-    /// Per parameter, true once its gradient has been written. The first contribution overwrites,
+    /// Per parameter, true once its gradient has been written, or if it has none. The first contribution overwrites,
     /// so nothing needs zeroing.
     written: Vec<bool>,
     /// The last micro-batch in it.
@@ -114,7 +114,7 @@ impl GradientState {
             let range = holding.range(holding.placement.gradients, &layout);
             let read = holding.range(holding.placement.masters, &layout);
             let zeros = |device: &Device| device.zeros([range.len()], DType::F32, Purpose::Grads);
-            let held = holding.holds(unit);
+            let held = holding.holds(unit) && layout.trained_elements() > 0;
             let resident = (held && lower.is_none()).then(|| zeros(device)).transpose()?;
             let on_host = lower.and_then(Lower::host).filter(|_| held).map(zeros).transpose()?;
             let shapes = specs.iter().map(|spec| spec.shape.clone()).collect();
@@ -372,9 +372,10 @@ impl GradientState {
         Ok(())
     }
 
-    /// The units that this rank holds.
+    /// The units of which this rank holds something that is trained.
     fn held(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.units.len()).filter(|unit| self.holding.holds(*unit))
+        let trained = |unit: &usize| self.units[*unit].layout.trained_elements() > 0;
+        (0..self.units.len()).filter(|unit| self.holding.holds(*unit)).filter(trained)
     }
 
     /// Sums the shared part of a unit's gradient over the tensor-parallel group. Where ranks have
@@ -423,7 +424,7 @@ impl GradientState {
         let flat = match state.resident.clone().filter(|_| in_place) {
             Some(resident) => resident,
             None => {
-                let mut flat = self.device.empty([unit.layout.elements()], DType::F32, Purpose::Grads)?;
+                let mut flat = self.device.empty([unit.layout.trained_elements()], DType::F32, Purpose::Grads)?;
                 unit.zero_gaps(&mut flat)?;
                 if in_place {
                     state.resident = Some(flat.clone());
@@ -431,7 +432,9 @@ impl GradientState {
                 flat
             }
         };
-        Ok(FreshSum { flat, written: vec![false; unit.shapes.len()], micro_batch, count: 1 })
+        let mut written = vec![true; unit.shapes.len()];
+        unit.layout.trained().for_each(|(index, _)| written[index] = false);
+        Ok(FreshSum { flat, written, micro_batch, count: 1 })
     }
 
     /// Elements `range` of a unit's resident sum.
@@ -484,21 +487,22 @@ fn counted(specs: &[ParameterSpec], layout: &UnitLayout, rank: usize) -> Option<
         [run] => *run == (0..spec.elements()),
         _ => false,
     };
-    if specs.iter().all(is_whole) {
+    let trained = || specs.iter().enumerate().filter(|(_, spec)| spec.trained);
+    if trained().all(|(_, spec)| is_whole(spec)) {
         return None;
     }
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let start = layout.range(index).start;
         spec.counted_runs(rank).into_iter().map(move |run| start + run.start..start + run.end)
     };
-    Some(specs.iter().enumerate().flat_map(of).collect())
+    Some(trained().flat_map(of).collect())
 }
 
 /// The elements of a unit's flat buffer that the ranks of the tensor-parallel group sum, as in
 /// [`ParameterSpec::shared_runs`].
 fn shared(specs: &[ParameterSpec], layout: &UnitLayout) -> (Vec<(Range<usize>, usize)>, usize) {
     let (mut all, mut elements) = (Vec::new(), 0);
-    for (index, spec) in specs.iter().enumerate() {
+    for (index, spec) in specs.iter().enumerate().filter(|(_, spec)| spec.trained) {
         let start = layout.range(index).start;
         let (runs, of_all) = spec.shared_runs();
         all.extend(runs.into_iter().map(|(run, place)| (start + run.start..start + run.end, elements + place)));
@@ -547,9 +551,9 @@ impl UnitGradients {
 
     /// Zeroes the gaps between parameters and after the last.
     fn zero_gaps(&self, flat: &mut Tensor) -> Result<(), TensorError> {
-        let starts = self.layout.ranges().iter().skip(1).map(|range| range.start);
-        let ends = self.layout.ranges().iter().map(|range| range.end);
-        for (end, next) in ends.zip(starts.chain([self.layout.elements()])) {
+        let starts = self.layout.trained().skip(1).map(|(_, range)| range.start);
+        let ends = self.layout.trained().map(|(_, range)| range.end);
+        for (end, next) in ends.zip(starts.chain([self.layout.trained_elements()])) {
             flat.view(end, [next - end])?.fill_zero()?;
         }
         Ok(())
@@ -559,6 +563,9 @@ impl UnitGradients {
 impl Gradients for MicroBatchGradients<'_> {
     fn target(&mut self, id: ParamId) -> Result<Option<GradientTarget>, AutogradError> {
         let unit = self.gradients.units.get(id.unit as usize).ok_or(AutogradError::NoParameter(id))?;
+        if unit.layout.range(id.index as usize).start >= unit.layout.trained_elements() {
+            return Ok(None);
+        }
         let shape = unit.shapes.get(id.index as usize).ok_or(AutogradError::NoParameter(id))?;
         let mut state = lock(&unit.state);
         // The halves of a backward may come after the forward of the next micro-batch, which the

@@ -10,7 +10,7 @@ mod gradients;
 mod parameters;
 
 pub use gradients::{AfterBackward, GradientState};
-pub(crate) use parameters::initialise;
+pub(crate) use parameters::initial_values;
 pub use parameters::{ParameterState, UnitParameters};
 
 use crate::EngineError;
@@ -64,17 +64,17 @@ impl Holding {
         }
     }
 
-    /// The part that the program's rank holds: that of the units it trains.
+    /// The part that the program's rank holds: that of the units it runs.
     pub fn of(program: &Program) -> Holding {
         let group = program.mesh.group(program.rank, Axis::Shard);
-        let trains = program.trains();
-        let units = (0..program.units.len() as u32).map(|unit| trains.binary_search(&unit).is_ok()).collect();
+        let holds = program.holds();
+        let units = (0..program.units.len() as u32).map(|unit| holds.binary_search(&unit).is_ok()).collect();
         let (shard, shards) = (group.index as usize, group.ranks.len());
         let at = program.mesh.coordinates(program.rank);
         let stages = (0..program.units.len() as u32).map(|unit| program.stage_of(unit)).collect();
         let stage = program.stage();
         let lower = |unit: &u32| program.holders(*unit).first().is_some_and(|first| *first < stage);
-        let of_lower_stages = Arc::new(trains.iter().filter(|unit| lower(unit)).map(|unit| *unit as usize).collect());
+        let of_lower_stages = Arc::new(holds.iter().filter(|unit| lower(unit)).map(|unit| *unit as usize).collect());
         Holding {
             units: Some(units),
             stages,
@@ -123,7 +123,7 @@ impl Holding {
         if self.holds(unit) { model.units()[unit].parameters() } else { &[] }
     }
 
-    /// The rank's own elements of a unit's flat buffer.
+    /// The rank's own elements of the trained region of a unit's flat buffer.
     pub fn own(&self, layout: &UnitLayout) -> Range<usize> {
         self.shard * layout.shard_elements()..(self.shard + 1) * layout.shard_elements()
     }
@@ -134,10 +134,16 @@ impl Holding {
         self.range(self.placement.masters, layout)
     }
 
-    /// The elements that a buffer of `extent` holds.
+    /// The rank's own elements of the frozen region.
+    pub fn own_frozen(&self, layout: &UnitLayout) -> Range<usize> {
+        let (first, each) = (layout.trained_elements(), layout.frozen_shard_elements());
+        first + self.shard * each..first + (self.shard + 1) * each
+    }
+
+    /// The elements of the trained region that a buffer of `extent` holds.
     pub fn range(&self, extent: Extent, layout: &UnitLayout) -> Range<usize> {
         match extent {
-            Extent::Full => 0..layout.elements(),
+            Extent::Full => 0..layout.trained_elements(),
             Extent::Shard => self.own(layout),
         }
     }

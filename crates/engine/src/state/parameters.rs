@@ -11,11 +11,14 @@ use crate::tier::{Lower, Stored, Tiers, aligned};
 use crate::{EngineError, Result};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use trainyard_autograd::{AutogradError, ParamId, Parameter, Parameters};
-use trainyard_model::{Init, Model, ParameterSpec, UnitLayout};
+use trainyard_autograd::{Adapter, AutogradError, ParamId, Parameter, Parameters};
+use trainyard_model::{Adapters, Init, Model, ParameterSpec, UnitLayout};
 use trainyard_program::Extent;
 use trainyard_tensor::cpu::philox::{self, RandomKey};
 use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
+
+/// Elements of frozen parameters that are set at a time.
+const FROZEN_AT_ONCE: usize = 1 << 20;
 
 /// The parameters of every unit, in f32 and in the dtype that forward reads.
 pub struct ParameterState {
@@ -27,20 +30,23 @@ pub struct ParameterState {
     /// True if masters are separate from the copies.
     apart: bool,
     units: Vec<UnitParameters>,
+    adapters: Adapters,
 }
 
 /// One unit's parameters.
 pub struct UnitParameters {
     layout: UnitLayout,
     shapes: Vec<Vec<usize>>,
-    /// The elements of the flat buffer that the masters hold.
+    /// The elements of the flat buffer that the masters hold: trained ones.
     master_range: Range<usize>,
     /// The f32 masters. None if the copy is its own master, or if masters lie in a tier.
     master: Option<Tensor>,
     /// True if the masters are separate from the copy.
     apart: bool,
-    /// The elements that the copy holds.
+    /// The trained elements that the copy holds. They are its first.
     copy_range: Range<usize>,
+    /// The frozen elements that it holds behind them.
+    frozen_range: Range<usize>,
     /// Offset of the copy in the store.
     offset: u64,
     /// The copy on the host, if it lies there.
@@ -74,16 +80,17 @@ impl ParameterState {
         tiers: &Tiers,
     ) -> Result<ParameterState> {
         let (lower, apart) = (tiers.parameters.clone(), compute != DType::F32 || tiers.has_masters(compute));
-        let mut state = ParameterState { device: device.clone(), compute, holding, lower, apart, units: Vec::new() };
+        let (units, adapters) = (Vec::new(), model.adapters().clone());
+        let mut state = ParameterState { device: device.clone(), compute, holding, lower, apart, units, adapters };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
             let here = apart && !tiers.has_masters(compute) && state.holding.holds(unit);
             let mut unit = UnitParameters::new(device, model, unit, &state.holding, apart, here)?;
             unit.offset = offset;
-            offset += aligned((unit.copy_range.len() * compute.size()) as u64);
-            let on_host = |host: &Device| host.zeros([unit.copy_range.len()], compute, Purpose::Params);
-            unit.on_host = host.as_ref().filter(|_| !unit.copy_range.is_empty()).map(on_host).transpose()?;
+            offset += aligned((unit.copy_elements() * compute.size()) as u64);
+            let on_host = |host: &Device| host.zeros([unit.copy_elements()], compute, Purpose::Params);
+            unit.on_host = host.as_ref().filter(|_| unit.copy_elements() > 0).map(on_host).transpose()?;
             state.units.push(unit);
         }
         if state.lower.is_none() {
@@ -163,14 +170,14 @@ impl ParameterState {
     /// Allocates zeroed memory for a unit's copy.
     pub fn take(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
-        let copy = self.device.zeros([unit.copy_range.len()], self.compute, Purpose::Params)?;
+        let copy = self.device.zeros([unit.copy_elements()], self.compute, Purpose::Params)?;
         unit.put(copy, self.holding.placement.parameters)
     }
 
     /// Allocates memory for a unit's copy that will be fetched from its tier.
     pub fn take_to_read(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
-        let copy = self.device.empty([unit.copy_range.len()], self.compute, Purpose::Params)?;
+        let copy = self.device.empty([unit.copy_elements()], self.compute, Purpose::Params)?;
         unit.put(copy, self.holding.placement.parameters)
     }
 
@@ -256,8 +263,10 @@ impl ParameterState {
     /// the other ranks' parts of it are overwritten.
     pub fn gather(&self, unit: usize, over: usize, link: &Link) -> Result<()> {
         let state = &self.units[unit];
+        let trained = state.layout.trained_elements();
         if self.holding.placement.parameters == Extent::Full {
-            return link.all_gather_in_place(&mut state.copy()?);
+            // Frozen parameters are whole and never change.
+            return link.all_gather_in_place(&mut state.copy()?.view(0, [trained])?);
         }
         let (stayed, incoming) = {
             let mut present = lock(&state.present);
@@ -266,8 +275,11 @@ impl ParameterState {
         let part = &stayed.map_or_else(|| state.copy(), Ok)?;
         let elements = state.layout.elements();
         assert_eq!(part.elements() * over, elements, "a gather over {over} ranks takes parts of that size");
-        let mut whole = incoming.map_or_else(|| self.memory_for_whole(unit), Ok)?;
-        link.all_gather(part, &mut whole)?;
+        let whole = incoming.map_or_else(|| self.memory_for_whole(unit), Ok)?;
+        for region in state.layout.regions() {
+            let of_part = part.view(region.start / over, [region.len() / over])?;
+            link.all_gather(&of_part, &mut whole.view(region.start, [region.len()])?)?;
+        }
         let views = state.views(&whole)?;
         lock(&state.present).whole = Some((whole, views));
         Ok(())
@@ -282,10 +294,12 @@ impl ParameterState {
         if keep < self.holding.shards
             && let Some((whole, _)) = &whole
         {
-            let elements = whole.elements() / keep;
-            let mut part = whole.device().empty([elements], self.compute, Purpose::Gathered)?;
-            let source = whole.view(self.holding.shard % keep * elements, [elements])?;
-            part.copy_from(&source)?;
+            let part = whole.device().empty([whole.elements() / keep], self.compute, Purpose::Gathered)?;
+            for region in state.layout.regions() {
+                let elements = region.len() / keep;
+                let source = whole.view(region.start + self.holding.shard % keep * elements, [elements])?;
+                part.view(region.start / keep, [elements])?.copy_from(&source)?;
+            }
             present.stayed = Some(part);
         }
         Ok(())
@@ -328,6 +342,11 @@ impl UnitParameters {
         let placement = holding.placement;
         let master_range = holding.range(placement.masters, &layout);
         let copy_range = holding.range(placement.parameters, &layout);
+        let frozen_range = match placement.parameters {
+            Extent::Full => layout.trained_elements()..layout.elements(),
+            Extent::Shard => holding.own_frozen(&layout),
+        };
+        let here = here && !master_range.is_empty();
         let master = here.then(|| device.zeros([master_range.len()], DType::F32, Purpose::Params)).transpose()?;
         let shapes = specs.iter().map(|spec| spec.shape.clone()).collect();
         let present = Mutex::default();
@@ -338,6 +357,7 @@ impl UnitParameters {
             master,
             apart,
             copy_range,
+            frozen_range,
             offset: 0,
             on_host: None,
             present,
@@ -356,6 +376,44 @@ impl UnitParameters {
             present.whole = whole;
         }
         Ok(())
+    }
+
+    /// The number of elements of the copy.
+    fn copy_elements(&self) -> usize {
+        self.copy_range.len() + self.frozen_range.len()
+    }
+
+    /// Sets the frozen parameters in the copy. `set` is called with each one's index, a range of
+    /// its elements, and an f32 tensor to write their values to.
+    pub fn set_frozen(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        for (index, parameter) in self.layout.frozen() {
+            let held = overlap(&parameter, &self.frozen_range);
+            // A part at a time, so that the f32 values take little memory.
+            for start in held.clone().step_by(FROZEN_AT_ONCE) {
+                let part = start..held.end.min(start + FROZEN_AT_ONCE);
+                let at = self.copy_range.len() + part.start - self.frozen_range.start;
+                let mut copy = self.copy()?.view(at, [part.len()])?;
+                let local = part.start - parameter.start..part.end - parameter.start;
+                if copy.dtype() == DType::F32 {
+                    set(index, local, &mut copy)?;
+                } else {
+                    let mut values = copy.device().empty([part.len()], DType::F32, Purpose::Workspace)?;
+                    set(index, local, &mut values)?;
+                    ops::cast_into(&values, &mut copy)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// True if nothing of the unit is trained.
+    pub fn is_frozen(&self) -> bool {
+        self.layout.trained_elements() == 0
+    }
+
+    /// True if something of the unit is frozen.
+    pub fn has_frozen(&self) -> bool {
+        self.layout.elements() > self.layout.trained_elements()
     }
 
     fn copy(&self) -> Result<Tensor> {
@@ -393,6 +451,9 @@ impl UnitParameters {
     /// Sets the masters on the device. `set` is called for each of the unit's parameters with its
     /// index, the range of its elements, and the tensor to write their values to.
     pub fn set_here(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        if self.is_frozen() {
+            return Ok(());
+        }
         let mut masters = self.master_range(self.master_range.clone())?;
         self.set(self.master_range.clone(), &mut masters, set)?;
         self.refresh_own_copy()
@@ -405,8 +466,8 @@ impl UnitParameters {
         masters: &mut Tensor,
         set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>,
     ) -> Result<()> {
-        for (index, parameter) in self.layout.ranges().iter().enumerate() {
-            let held = overlap(parameter, &range);
+        for (index, parameter) in self.layout.trained() {
+            let held = overlap(&parameter, &range);
             if !held.is_empty() {
                 let mut values = masters.view(held.start - range.start, [held.len()])?;
                 set(index, held.start - parameter.start..held.end - parameter.start, &mut values)?;
@@ -418,7 +479,8 @@ impl UnitParameters {
     fn views(&self, whole: &Tensor) -> Result<Vec<Parameter>> {
         let view = |(index, shape): (usize, &Vec<usize>)| {
             let value = whole.view(self.layout.range(index).start, shape)?;
-            Ok(Parameter { value, trained: true })
+            let trained = self.layout.range(index).start < self.layout.trained_elements();
+            Ok(Parameter { value, trained })
         };
         self.shapes.iter().enumerate().map(view).collect()
     }
@@ -466,11 +528,27 @@ impl Parameters for ParameterState {
         let view = present.whole.as_ref().and_then(|(_, views)| views.get(id.index as usize));
         view.cloned().ok_or(AutogradError::NoParameter(id))
     }
+
+    fn adapter(&self, id: ParamId) -> Option<&Adapter> {
+        self.adapters.get(&id)
+    }
+}
+
+/// Sets `values`, the elements `local` of the parameter `id`, to their initial values.
+pub(crate) fn initial_values(
+    values: &mut Tensor,
+    id: ParamId,
+    parameter: &ParameterSpec,
+    local: Range<usize>,
+    seed: u64,
+) -> Result<()> {
+    let site = (id.unit << 16) | id.index;
+    initialise(values, parameter, local, RandomKey { seed, step: RandomKey::INIT, site })
 }
 
 /// Fills `values` with the initial values of the elements `local` of the part of a parameter that a
 /// rank holds. They are those of the whole parameter, whatever the split.
-pub(crate) fn initialise(
+fn initialise(
     values: &mut Tensor,
     parameter: &ParameterSpec,
     local: Range<usize>,

@@ -10,10 +10,12 @@
 //! A safetensors file is a little-endian u64 header length, a JSON header
 //! `{name: {dtype, shape, data_offsets: [begin, end]}}`, and the bytes, row-major.
 
+mod adapter;
 mod file;
 mod read;
 mod write;
 
+pub use adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, read_adapter_config};
 pub use file::{StoredDType, StoredTensor, TensorFile};
 pub use read::WeightReader;
 pub use write::{ExportOptions, Exported, export};

@@ -58,6 +58,12 @@ impl WeightReader {
         if problems.is_empty() { Ok(reader) } else { Err(WeightsError::Mismatch { path: folder.into(), problems }) }
     }
 
+    /// A reader of `places` in `files`, which were compared with `model`.
+    pub(super) fn of_files(files: Vec<TensorFile>, places: Places, model: &Model) -> WeightReader {
+        let layouts = (0..model.units().len()).map(|unit| model.layout(unit, 1)).collect();
+        WeightReader { files, places, layouts, notes: Vec::new() }
+    }
+
     /// Notes for the user, such as stored tensors that are no weights.
     pub fn notes(&self) -> &[String] {
         &self.notes

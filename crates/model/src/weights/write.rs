@@ -99,11 +99,11 @@ where
     }
     drop(partials);
     if plan.names.len() > 1 {
-        written.push(put(folder, INDEX, &plan.index())?);
+        written.push(put(folder, INDEX, plan.index().as_bytes())?);
     }
     let generation = options.generation.unwrap_or_else(|| generation_config_json(spec));
-    written.push(put(folder, "generation_config.json", &generation)?);
-    written.push(put(folder, "config.json", &config)?);
+    written.push(put(folder, "generation_config.json", generation.as_bytes())?);
+    written.push(put(folder, "config.json", config.as_bytes())?);
     // Files of an earlier export would shadow this one, or be taken for a part of it.
     for stale in stale(folder, &plan.names) {
         fs::remove_file(&stale).map_err(WeightsError::io("removing", &stale))?;
@@ -274,12 +274,12 @@ impl Drop for Partials {
 }
 
 /// Writes a small file whole or not at all.
-fn put(folder: &Path, name: &str, text: &str) -> Result<PathBuf, WeightsError> {
+pub(super) fn put(folder: &Path, name: &str, bytes: &[u8]) -> Result<PathBuf, WeightsError> {
     let path = folder.join(name);
     let _partials = Partials(vec![partial(&path)]);
     let write = || -> std::io::Result<()> {
         let mut file = File::create(partial(&path))?;
-        file.write_all(text.as_bytes())?;
+        file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(partial(&path), &path)
     };

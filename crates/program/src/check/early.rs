@@ -196,7 +196,7 @@ fn receives(program: &Program, passes: &[Pass]) -> BTreeMap<u32, Option<u32>> {
 
 /// True if a pass over `runs` adds to the gradient of `unit`.
 fn adds(program: &Program, runs: u32, phase: Phase, part: BackwardPart, unit: u32) -> bool {
-    program.adds_gradients(runs, phase, part) && program.reads(runs).any(|read| read == unit)
+    program.adds_gradients(runs, phase, part) && program.adds_to(runs).any(|read| read == unit)
 }
 
 /// True if `pass` uses the result of `brings`.

@@ -31,10 +31,11 @@ impl Gradients {
         let empty = Gradient { added: vec![0; batches as usize], ..Gradient::default() };
         let mut units = vec![empty; program.units.len()];
         for runs in program.stretches().flatten() {
+            let differentiated = runs >= program.lowest;
             let forward = program.adds_gradients(runs, Phase::Forward, BackwardPart::Whole);
             let backwards = program.split_of(runs).map_or(1, |split| split.differentiable().len() as u32);
-            let passes = backwards + u32::from(forward);
-            for unit in program.reads(runs) {
+            let passes = if differentiated { backwards + u32::from(forward) } else { 0 };
+            for unit in program.adds_to(runs) {
                 units[unit as usize].expected += passes;
             }
         }

@@ -223,7 +223,7 @@ fn backward_follows_loss(program: &Program) -> bool {
 }
 
 fn operands(program: &Program) -> Result<(), CheckError> {
-    let trains = program.trains();
+    let holds = program.holds();
     for (number, instruction) in program.instructions.iter().enumerate() {
         let action = instruction.action.name();
         if let Some(on) = instruction.after.iter().copied().find(|on| *on as usize >= number) {
@@ -232,7 +232,7 @@ fn operands(program: &Program) -> Result<(), CheckError> {
         let (count, has) = (program.units.len() as u32, |unit: &u32| match instruction.action {
             Action::Send { .. } | Action::Recv { .. } => (*unit as usize) < program.units.len(),
             Action::Forward { .. } | Action::Backward { .. } | Action::Exchange { .. } => program.runs(*unit),
-            _ => trains.binary_search(unit).is_ok(),
+            _ => holds.binary_search(unit).is_ok(),
         });
         if let Some(index) = instruction.action.unit().filter(|unit| !has(unit)) {
             return Err(CheckError::NoSuch { number, action, operand: "unit", index, count });

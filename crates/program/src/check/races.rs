@@ -361,7 +361,7 @@ impl<'p> Touching<'p> {
     }
 
     fn adds_to_gradients(&mut self, unit: u32) {
-        for unit in self.program.reads(unit) {
+        for unit in self.program.adds_to(unit) {
             self.changes.push(self.fresh(unit));
         }
     }

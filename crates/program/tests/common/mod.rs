@@ -98,6 +98,12 @@ fn models(units: usize) -> impl Strategy<Value = ModelShape> {
         let shape = |(i, (flat_elements, saved_bytes, output_bytes, tensor_collectives))| UnitShape {
             name: format!("unit.{i}"),
             flat_elements,
+            // Some units are frozen, and some in part.
+            frozen_elements: match flat_elements % 5 {
+                0 if i < last => flat_elements,
+                1 => flat_elements / 2,
+                _ => 0,
+            },
             borrows: if tied && i == last && i > 0 { vec![0] } else { Vec::new() },
             saved_bytes,
             output_bytes,

@@ -1,0 +1,44 @@
+//! Resolves `[fine_tuning]`.
+
+use super::resolve::Resolver;
+use super::sections::*;
+use super::value::Names;
+use crate::shape::{ADAPTER_RANK as RANK, adapter_alpha};
+
+impl Resolver {
+    /// Resolves `[fine_tuning]`.
+    pub(super) fn fine_tuning(&mut self) {
+        let section = self.config.fine_tuning.clone();
+        let FineTuningSection { adapter, rank, alpha, rank_stabilised, targets, from, freeze, train } = section;
+        if adapter == AdapterMethod::None {
+            let because = "fine_tuning.adapter is \"none\"";
+            self.unused("fine_tuning.rank", &rank, because);
+            self.unused("fine_tuning.alpha", &alpha, because);
+            self.unused("fine_tuning.rank_stabilised", &rank_stabilised, because);
+            self.unused("fine_tuning.targets", &targets, because);
+            self.unused("fine_tuning.from", &from, because);
+            let nothing_frozen = !train.0.is_empty() && freeze.0.is_empty();
+            self.unused("fine_tuning.train", &nothing_frozen.then_some(()), "nothing is frozen");
+        } else {
+            let frozen = (!freeze.0.is_empty()).then_some(());
+            self.unused("fine_tuning.freeze", &frozen, "adapters freeze the model");
+            let rank = self.settle("fine_tuning.rank", &rank, RANK, "the usual width");
+            self.count("fine_tuning.rank", Some(rank as u64), 1, 1 << 14);
+            let alpha = self.settle("fine_tuning.alpha", &alpha, adapter_alpha(rank), "twice the rank");
+            self.positive("fine_tuning.alpha", Some(alpha));
+            self.settle("fine_tuning.rank_stabilised", &rank_stabilised, false, "as LoRA was published");
+            let everything = Names(Vec::new());
+            self.settle("fine_tuning.targets", &targets, everything, "all linear layers of the blocks");
+            self.path_exists("fine_tuning.from", from.as_ref());
+        }
+        let load = self.config.model.load_weights != Some(false);
+        if adapter != AdapterMethod::None && (self.config.model.path.is_none() || !load) {
+            self.problem(
+                "fine_tuning.adapter",
+                format!(
+                    "fine_tuning.adapter = \"{adapter}\" adds to trained weights, and there are none: name a Hugging Face folder as model.path"
+                ),
+            );
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! Fine-tuning: which parameters are trained, and adapters on linear layers.
+//!
+//! An adapter (LoRA, Hu et al. 2021) leaves a weight as it is and trains two narrow matrices whose
+//! product is added to it. Their parameters belong to the weight's unit, after its own. The tape
+//! adds their product wherever the weight is multiplied by, so no family's code knows of them.
+//!
+//! Names in files are those of PEFT.
+
+use crate::parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split};
+use crate::unit::{Forward, Segments, Unit};
+use crate::{Model, ModelError, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use trainyard_autograd::{Adapter, AdapterOutputs, ParamId, Tape, Var};
+use trainyard_program::Layout;
+
+/// The prefix of every name in PEFT's files.
+const PEFT_PREFIX: &str = "base_model.model.";
+
+/// The adapters of a model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AdapterSpec {
+    /// Width between the two matrices of a pair.
+    pub rank: usize,
+    /// Numerator of the scale.
+    pub alpha: f64,
+    /// True if the scale is alpha / sqrt(rank) (Kalajdzievski 2023) rather than alpha / rank.
+    #[serde(default)]
+    pub rank_stabilised: bool,
+    /// The linear layers that have adapters, by the last part of their name in files: `q_proj`.
+    /// Empty: all in blocks.
+    #[serde(default)]
+    pub targets: Vec<String>,
+}
+
+impl AdapterSpec {
+    /// The factor of what an adapter adds.
+    pub fn scale(&self) -> f64 {
+        let rank = self.rank as f64;
+        self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
+    }
+
+    fn has(&self, hf_name: &str) -> bool {
+        self.targets.is_empty() || self.targets.iter().any(|target| target == layer_of(hf_name))
+    }
+}
+
+/// The last part of a layer's name: `q_proj` of `model.layers.0.self_attn.q_proj.weight`.
+fn layer_of(hf_name: &str) -> &str {
+    let layer = hf_name.strip_suffix(".weight").unwrap_or(hf_name);
+    layer.rsplit('.').next().unwrap_or(layer)
+}
+
+/// What of a model is trained. The default trains everything.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// Adapters. With them, all other parameters are frozen.
+    pub adapter: Option<AdapterSpec>,
+    /// Patterns of parameters that are frozen: names as `block.3.attn.qkv.weight`, where `*` stands
+    /// for any characters.
+    pub freeze: Vec<String>,
+    /// Patterns of parameters that are trained although adapters or `freeze` freeze them.
+    pub train: Vec<String>,
+}
+
+impl Tuning {
+    /// True if everything is trained and nothing is added.
+    pub fn is_nothing(&self) -> bool {
+        *self == Tuning::default()
+    }
+
+    /// True if the parameter `name`, which is not an adapter's, is trained.
+    pub fn trains(&self, name: &str) -> bool {
+        let is_in = |patterns: &[String]| patterns.iter().any(|pattern| matches(pattern, name));
+        is_in(&self.train) || self.adapter.is_none() && !is_in(&self.freeze)
+    }
+}
+
+/// True if `name` is what `pattern` says; `*` stands for any characters.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == name,
+        Some((before, rest)) => name.strip_prefix(before).is_some_and(|name| {
+            (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
+        }),
+    }
+}
+
+/// A unit of whose parameters some are frozen, or that has adapters.
+struct TunedUnit {
+    inner: Box<dyn Unit>,
+    parameters: Vec<ParameterSpec>,
+}
+
+impl Unit for TunedUnit {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        &self.parameters
+    }
+
+    fn borrowed(&self) -> &[ParamId] {
+        self.inner.borrowed()
+    }
+
+    fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var> {
+        self.inner.forward(tape, cx, input)
+    }
+
+    fn segments(&self) -> Option<&Segments> {
+        self.inner.segments()
+    }
+
+    fn forward_segment(
+        &self,
+        segment: usize,
+        tape: &mut Tape<'_>,
+        cx: &mut Forward<'_>,
+        takes: &[Var],
+    ) -> Result<Vec<Var>> {
+        self.inner.forward_segment(segment, tape, cx, takes)
+    }
+}
+
+/// The adapters of a model by the weight that they add to.
+pub type Adapters = BTreeMap<ParamId, Adapter>;
+
+/// The units of a model after `tuning`, and its adapters.
+///
+/// # Errors
+/// A rank of 0; targets and patterns that nothing has; nothing left to train.
+pub(crate) fn tuned(
+    units: Vec<Box<dyn Unit>>,
+    tensor_ranks: usize,
+    tuning: &Tuning,
+) -> Result<(Vec<Box<dyn Unit>>, Adapters)> {
+    let last = units.len() - 1;
+    let names: Vec<String> = units
+        .iter()
+        .flat_map(|unit| unit.parameters().iter().map(|parameter| format!("{}.{}", unit.name(), parameter.name)))
+        .collect();
+    if let Some(pattern) =
+        tuning.freeze.iter().chain(&tuning.train).find(|pattern| !names.iter().any(|name| matches(pattern, name)))
+    {
+        return Err(ModelError::Tuning(format!(
+            "no parameter is called `{pattern}`: names are like {}",
+            some_of(names.iter().map(String::as_str))
+        )));
+    }
+    let mut targets = Vec::new();
+    let mut adapters = Adapters::new();
+    let mut all: Vec<Box<dyn Unit>> = Vec::with_capacity(units.len());
+    for (number, inner) in units.into_iter().enumerate() {
+        let mut parameters = inner.parameters().to_vec();
+        for parameter in &mut parameters {
+            parameter.trained = tuning.trains(&format!("{}.{}", inner.name(), parameter.name));
+        }
+        if let Some(spec) = &tuning.adapter {
+            // The embedding is looked up, and the head is fused with the loss.
+            for index in (0..inner.parameters().len()).filter(|_| number > 0 && number < last) {
+                let weight = parameters[index].clone();
+                if weight.kind != ParameterKind::Matrix || weight.shape.len() != 2 {
+                    continue;
+                }
+                targets.extend(weight.sources.iter().map(|source| layer_of(&source.hf_name).to_owned()));
+                let next = parameters.len() as u32;
+                let [a, b] = [next, next + 1].map(|index| ParamId::new(number as u32, index));
+                if let Some((adapter, pair)) = pair(spec, &weight, tensor_ranks, [a, b]) {
+                    parameters.extend(pair);
+                    adapters.insert(ParamId::new(number as u32, index as u32), adapter);
+                }
+            }
+        }
+        all.push(Box::new(TunedUnit { inner, parameters }));
+    }
+    if let Some(spec) = &tuning.adapter {
+        if spec.rank == 0 {
+            return Err(ModelError::Tuning("an adapter of rank 0 adds nothing: give a rank of 1 or more".into()));
+        }
+        if let Some(target) = spec.targets.iter().find(|target| !targets.contains(target)) {
+            targets.sort();
+            targets.dedup();
+            return Err(ModelError::Tuning(format!(
+                "no linear layer of a block is called `{target}`: this model has {}",
+                targets.join(", ")
+            )));
+        }
+    }
+    if !all.iter().any(|unit| unit.parameters().iter().any(|parameter| parameter.trained)) {
+        return Err(ModelError::Tuning("every parameter is frozen, so there is nothing to train".into()));
+    }
+    Ok((all, adapters))
+}
+
+/// Up to three of `names`.
+fn some_of<'n>(names: impl Iterator<Item = &'n str>) -> String {
+    names.step_by(5).take(3).collect::<Vec<_>>().join(", ")
+}
+
+/// The adapter of `weight` with its two parameters in the slots `ids`; None if none of the weight's
+/// matrices is a target.
+///
+/// Over a tensor-parallel group, the pair is divided as its weight is. What is whole on every rank
+/// has gradients that the group sums: each rank computes the summands of its outputs or inputs.
+fn pair(
+    spec: &AdapterSpec,
+    weight: &ParameterSpec,
+    tensor_ranks: usize,
+    [a, b]: [ParamId; 2],
+) -> Option<(Adapter, [ParameterSpec; 2])> {
+    let sources: Vec<&Source> = weight.sources.iter().filter(|source| spec.has(&source.hf_name)).collect();
+    if sources.is_empty() {
+        return None;
+    }
+    let (rank, members, columns) = (spec.rank, sources.len(), weight.shape[1]);
+    let peft = |source: &Source, side: &str| {
+        let layer = source.hf_name.strip_suffix(".weight").unwrap_or(&source.hf_name);
+        format!("{PEFT_PREFIX}{layer}.lora_{side}.weight")
+    };
+    let std = 1.0 / (3.0 * weight.whole_shape()[1] as f32).sqrt();
+    let base = |what: &str, shape: [usize; 2], init| {
+        let name = format!("{}.{what}", weight.name.strip_suffix(".weight").unwrap_or(&weight.name));
+        ParameterSpec::new(&name, &shape, init, ParameterKind::Matrix, String::new())
+    };
+    let names = |side: &str| sources.iter().map(|source| peft(source, side)).collect::<Vec<_>>();
+
+    // PEFT draws uniformly from +-1/sqrt(k); a normal distribution of the same variance serves.
+    let mut down = base("lora_a", [members * rank, columns], Init::Normal { std });
+    down = down.fused(&names("A").into_iter().map(|name| (name, rank)).collect::<Vec<_>>());
+    let whole_rows: usize = sources.iter().map(|source| source.rows.len()).sum();
+    let rows: Vec<usize> = sources.iter().map(|source| source.rows.len()).collect();
+    let mut up = base("lora_b", [whole_rows, rank], Init::Zeros);
+    up = up.fused(&names("B").into_iter().zip(rows.iter().copied()).collect::<Vec<_>>());
+
+    // The first row in `b`, whole, of each source.
+    let firsts: Vec<usize> = rows
+        .iter()
+        .scan(0, |end, rows| {
+            let first = *end;
+            *end += rows;
+            Some(first)
+        })
+        .collect();
+    let all = [Piece { local: 0..weight.shape[0], whole: 0..weight.shape[0], holders: 1, owned: true }];
+    let by_rows = weight.split.as_ref().filter(|split| split.dim == 0);
+    let pieces = by_rows.map_or(&all[..], |split| &split.pieces);
+    let (mut outputs, mut held) = (Vec::new(), Vec::new());
+    let mut row = 0;
+    for piece in pieces {
+        let mut at = piece.whole.start;
+        for (member, source) in sources.iter().enumerate() {
+            let part = source.rows.start.max(at)..source.rows.end.min(piece.whole.end);
+            if part.start >= part.end {
+                continue;
+            }
+            let mut add = |count: usize, from| {
+                if count > 0 {
+                    outputs.push(AdapterOutputs { count, from });
+                }
+            };
+            add(part.start - at, None);
+            add(part.len(), Some((member, row)));
+            let whole = firsts[member] + part.start - source.rows.start;
+            let (local, whole) = (row..row + part.len(), whole..whole + part.len());
+            held.push(Piece { local, whole, holders: piece.holders, owned: piece.owned });
+            row += part.len();
+            at = part.end;
+        }
+        if at < piece.whole.end {
+            outputs.push(AdapterOutputs { count: piece.whole.end - at, from: None });
+        }
+    }
+    if let Some(split) = by_rows {
+        let moved = |shared: &Range<usize>| {
+            let of_source = |(source, first): (&&Source, &usize)| {
+                let part = shared.start.max(source.rows.start)..shared.end.min(source.rows.end);
+                (part.start < part.end).then(|| first + part.start - source.rows.start..first + part.end - source.rows.start)
+            };
+            sources.iter().zip(&firsts).filter_map(of_source).collect::<Vec<_>>()
+        };
+        up.shape[0] = row;
+        up.layout = weight.layout;
+        let shared = split.shared.iter().flat_map(moved).collect();
+        up.split = Some(Split { whole: vec![whole_rows, rank], dim: 0, pieces: held, shared });
+        down.layout = Layout::Replicated;
+    } else if let Some(split) = &weight.split {
+        down.layout = weight.layout;
+        down.split = Some(Split { whole: vec![members * rank, split.whole[1]], ..split.clone() });
+        up.layout = Layout::Replicated;
+    } else if tensor_ranks > 1 {
+        // The weight is whole on every rank, and so is the gradient of what it gives.
+        (down.layout, up.layout) = (weight.layout, weight.layout);
+    }
+    let outputs = merged(outputs).into();
+    Some((Adapter { a, b, rank, members, outputs, scale: spec.scale() as f32 }, [down, up]))
+}
+
+/// Neighbours that continue each other as one.
+fn merged(outputs: Vec<AdapterOutputs>) -> Vec<AdapterOutputs> {
+    let mut all: Vec<AdapterOutputs> = Vec::new();
+    for next in outputs {
+        let continues = |last: &AdapterOutputs| match (last.from, next.from) {
+            (Some((of, row)), Some((member, first))) => of == member && row + last.count == first,
+            (None, None) => true,
+            _ => false,
+        };
+        match all.last_mut().filter(|last| continues(last)) {
+            Some(last) => last.count += next.count,
+            None => all.push(next),
+        }
+    }
+    all
+}
+
+impl ParameterSpec {
+    /// True if this is a part of an adapter.
+    pub fn is_adapter(&self) -> bool {
+        self.name.ends_with(".lora_a") || self.name.ends_with(".lora_b")
+    }
+}
+
+impl Model {
+    /// The same model with adapters, and with what `tuning` freezes frozen.
+    ///
+    /// # Errors
+    /// A rank of 0; targets and patterns that nothing has; nothing left to train.
+    pub fn tuned(self, tuning: &Tuning) -> Result<Model> {
+        if tuning.is_nothing() {
+            return Ok(self);
+        }
+        self.with_tuning(tuning)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ModelSpec, TensorSplit, preset};
+
+    fn tuning(targets: &[&str]) -> Tuning {
+        let targets = targets.iter().map(|target| (*target).to_owned()).collect();
+        let adapter = AdapterSpec { rank: 4, alpha: 8.0, rank_stabilised: false, targets };
+        Tuning { adapter: Some(adapter), ..Tuning::default() }
+    }
+
+    fn small() -> ModelSpec {
+        ModelSpec { layers: 1, dim: 32, heads: 4, kv_heads: 2, head_dim: 8, ffn_dim: 48, ..preset("llama-3.2-1b").unwrap() }
+    }
+
+    #[test]
+    fn patterns_match_names() {
+        for (pattern, name, is) in [
+            ("*", "anything", true),
+            ("block.*", "block.3.norm1.weight", true),
+            ("block.*.norm1.weight", "block.3.norm1.weight", true),
+            ("block.*.norm1.weight", "block.3.norm2.weight", false),
+            ("*.weight", "head.norm.weight", true),
+            ("head", "head.norm.weight", false),
+            ("**a*", "ba", true),
+        ] {
+            assert_eq!(matches(pattern, name), is, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn a_fused_weight_has_a_pair_for_each_target() {
+        let model = Model::new(small()).unwrap().tuned(&tuning(&["q_proj", "v_proj"])).unwrap();
+        let specs = model.units()[1].parameters();
+        let named = |name: &str| specs.iter().find(|spec| spec.name == name).unwrap();
+        assert_eq!((&named("attn.qkv.lora_a").shape[..], &named("attn.qkv.lora_b").shape[..]), (&[8, 32][..], &[48, 4][..]));
+        let sources = |name: &str| named(name).sources.iter().map(|s| s.hf_name.clone()).collect::<Vec<_>>();
+        assert_eq!(
+            sources("attn.qkv.lora_b"),
+            ["q", "v"].map(|m| format!("base_model.model.model.layers.0.self_attn.{m}_proj.lora_B.weight"))
+        );
+        let trained: Vec<&str> = specs.iter().filter(|spec| spec.trained).map(|spec| spec.name.as_str()).collect();
+        assert_eq!(trained, ["attn.qkv.lora_a", "attn.qkv.lora_b"]);
+        let [(_, adapter)] = &model.adapters().iter().collect::<Vec<_>>()[..] else { panic!("one adapter") };
+        assert_eq!(
+            adapter.outputs.iter().map(|o| (o.count, o.from)).collect::<Vec<_>>(),
+            [(32, Some((0, 0))), (16, None), (16, Some((1, 32)))]
+        );
+        assert_eq!(adapter.scale, 2.0);
+    }
+
+    /// What a rank holds of `b` and of `a` are the rows and columns of its part of the weight.
+    #[test]
+    fn parts_of_adapters_are_those_of_their_weights() {
+        for rank in 0..2 {
+            let split = TensorSplit { rank, ranks: 2, sequence: false };
+            let model = Model::split(small(), split).unwrap().tuned(&tuning(&[])).unwrap();
+            let specs = model.units()[1].parameters();
+            for (weight, adapter) in model.adapters() {
+                let [weight, a, b] = [*weight, adapter.a, adapter.b].map(|id| &specs[id.index as usize]);
+                let count: usize = adapter.outputs.iter().map(|outputs| outputs.count).sum();
+                assert_eq!((count, b.shape[0], a.shape[1]), (weight.shape[0], weight.shape[0], weight.shape[1]));
+                assert_eq!(b.whole_shape()[0], weight.whole_shape()[0]);
+                assert_eq!(a.whole_shape()[1], weight.whole_shape()[1]);
+                let whole = [a, b].map(|spec| spec.split.is_none());
+                assert!(whole[0] != whole[1], "{}", weight.name);
+                for spec in [a, b] {
+                    let summed = spec.shared_runs().1;
+                    assert_eq!(summed, if spec.split.is_none() { spec.elements() } else { 0 }, "{}", spec.name);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_tuned_is_refused() {
+        let refused = |tuning: &Tuning| Model::new(small()).unwrap().tuned(tuning).unwrap_err().to_string();
+        assert!(refused(&tuning(&["q_porj"])).contains("this model has down_proj, gate_proj"));
+        assert!(refused(&Tuning { freeze: vec!["*".into()], ..Tuning::default() }).contains("nothing to train"));
+        assert!(refused(&Tuning { freeze: vec!["blok.*".into()], ..Tuning::default() }).contains("`blok.*`"));
+        let none = AdapterSpec { rank: 0, ..tuning(&[]).adapter.unwrap() };
+        assert!(refused(&Tuning { adapter: Some(none), ..Tuning::default() }).contains("rank 0"));
+    }
+}
