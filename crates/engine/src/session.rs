@@ -272,6 +272,9 @@ impl Session {
         if let Some(line) = trained_part(&model) {
             note(&line);
         }
+        if !model.adapters().is_empty() && !matches!(resolved.model, ModelSource::HuggingFace { load_weights: true, .. }) {
+            note(&warning("adapters on weights that nobody has trained: name a Hugging Face folder as model.path"));
+        }
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;

@@ -31,14 +31,5 @@ impl Resolver {
             self.settle("fine_tuning.targets", &targets, everything, "all linear layers of the blocks");
             self.path_exists("fine_tuning.from", from.as_ref());
         }
-        let load = self.config.model.load_weights != Some(false);
-        if adapter != AdapterMethod::None && (self.config.model.path.is_none() || !load) {
-            self.problem(
-                "fine_tuning.adapter",
-                format!(
-                    "fine_tuning.adapter = \"{adapter}\" adds to trained weights, and there are none: name a Hugging Face folder as model.path"
-                ),
-            );
-        }
     }
 }

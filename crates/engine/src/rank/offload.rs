@@ -133,6 +133,9 @@ impl Rank {
     pub(crate) fn masters(&self, id: ParamId) -> Result<Vec<(Stored, usize)>> {
         let unit = self.parameters.unit(id.unit as usize);
         let range = overlap(&unit.layout().range(id.index as usize), &unit.held_masters());
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
         if self.optimizer.has_masters() {
             return self.optimizer.masters_in_tier(id.unit as usize, &range);
         }

@@ -72,6 +72,15 @@ const LLAMA3: &[&str] = &[
 ];
 const YARN: &[&str] =
     &["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_theta=100"];
+const FROZEN: &[&str] = &["fine_tuning.freeze=['block.*']"];
+const LORA: &[&str] = &[
+    "model.path={F}/hf",
+    "model.dim=auto",
+    "model.layers=auto",
+    "model.heads=auto",
+    "tokenizer.kind=auto",
+    "fine_tuning.adapter=lora",
+];
 const FILE: &[&str] = &["tokenizer.path={F}/tok.json", "tokenizer.kind=auto"];
 const LINES: &[&str] = &["data.train={F}/lines.jsonl"];
 const MUON: &[&str] = &["optimizer.name=muon"];
@@ -135,6 +144,14 @@ pub const ROWS: &[Row] = &[
     row("model.dropout", &[], &["model.dropout=0.5"], Losses),
     row("model.dropout", NO_SHAPE, &["model.dropout=0.5"], Losses),
     row("model.init_std", &[], &["model.init_std=0.1"], Losses),
+    row("fine_tuning.adapter", &[], &["fine_tuning.adapter=lora"], Memory),
+    row("fine_tuning.rank", LORA, &["fine_tuning.rank=4"], Memory),
+    row("fine_tuning.alpha", LORA, &["fine_tuning.alpha=64"], Losses),
+    row("fine_tuning.rank_stabilised", LORA, &["fine_tuning.rank_stabilised=true"], Losses),
+    row("fine_tuning.targets", LORA, &["fine_tuning.targets=['q_proj']"], Memory),
+    row("fine_tuning.from", LORA, &["fine_tuning.from={F}/hf"], Refused("adapter_config.json")),
+    row("fine_tuning.freeze", &[], &["fine_tuning.freeze=['block.*']"], Memory),
+    row("fine_tuning.train", FROZEN, &["fine_tuning.train=['*.norm1.weight']"], Memory),
     row("tokenizer.path", &[], &["tokenizer.path={F}/tok.json", "tokenizer.kind=auto"], Tokenizer),
     row("tokenizer.kind", &[], &["tokenizer.kind=characters"], Tokenizer),
     row("tokenizer.add_bos", FILE, &["tokenizer.add_bos=true"], Refused("has no beginning-of-text token")),

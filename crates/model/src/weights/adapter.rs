@@ -47,6 +47,13 @@ pub fn read_adapter_config(folder: &Path) -> Result<AdapterSpec, WeightsError> {
         "layer_replication",
         "target_parameters",
         "trainable_token_indices",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "kasa_config",
+        "monteclora_config",
+        "use_bdlora",
+        "use_qalora",
+        "velora_config",
     ];
     if let Some(key) = unread.into_iter().find(|key| !is_empty(&config[*key])) {
         return Err(fail(format!("{key} = {} cannot be read: it is no plain LoRA", config[key])));

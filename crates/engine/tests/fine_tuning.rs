@@ -1,0 +1,259 @@
+//! Frozen parameters and adapters on the engine: the same training in every layout, no state for what
+//! is not trained, and memory as predicted.
+
+#[path = "common/train.rs"]
+mod common;
+
+use common::*;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use trainyard_autograd::ParamId;
+use trainyard_engine::links::Links;
+use trainyard_engine::rank::{Rank, StepSettings};
+use trainyard_engine::shape;
+use trainyard_engine::state::Holding;
+use trainyard_model::weights::{WeightReader, export_adapter, read_adapter_config};
+use trainyard_model::{BatchShape, Model, Tuning, hf};
+use trainyard_program::MemoryKind;
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::{DType, Device, Purpose};
+
+const STEPS: u64 = 4;
+
+/// Everything but the last block and the head is frozen.
+const TOP: &[&str] = &["fine_tuning.freeze=['embedding.*','block.0.*']"];
+/// Whole units and parts of units are frozen.
+const MIXED: &[&str] = &["fine_tuning.freeze=['block.0.*','block.1.attn.*','embedding.*']", "fine_tuning.train=['*.norm1.*']"];
+const LORA: &[&str] = &["fine_tuning.adapter='lora'", "fine_tuning.rank=4"];
+const LORA_IN_BF16: &[&str] =
+    &["fine_tuning.adapter='lora'", "fine_tuning.targets=['q_proj','v_proj','down_proj']", "precision.compute='bf16'"];
+const LORA_ON_GPT2: &[&str] = &["fine_tuning.adapter='lora'", "model.family='gpt2'", "model.kv_heads='auto'"];
+
+fn joined<'s>(parts: &[&[&'s str]]) -> Vec<&'s str> {
+    parts.concat()
+}
+
+/// The bits of one rank, on every way of running that may not change them.
+fn same_bits(tuning: &[&str]) {
+    let base: &[&str] = if tuning.contains(&"precision.compute='bf16'") { &[] } else { &["precision.compute='f32'"] };
+    let one = train(&joined(&[base, tuning]), STEPS);
+    check_memory(&one[0], tuning);
+    assert!(losses(&one).iter().all(|loss| loss.is_finite()));
+    let ways: &[&[&str]] = &[
+        &["activation_checkpointing.mode='full'"],
+        &["activation_checkpointing.mode='selective'"],
+        &["memory.offload.optimizer='disk'", "memory.offload.parameters='disk'"],
+        &["memory.offload.activations='disk'", "memory.offload.gradients='disk'"],
+        &["memory.offload.optimizer='disk'", ON_THE_HOST],
+    ];
+    for way in ways {
+        let sets = joined(&[base, tuning, way]);
+        let ends = train(&sets, STEPS);
+        check_memory(&ends[0], &sets);
+        assert_eq!((losses(&ends), weights(&ends)), (losses(&one), weights(&one)), "{sets:?}");
+    }
+    // Two ranks sum in another order than one.
+    let ddp = joined(&[base, tuning, &["parallel.ranks=2"]]);
+    let two = train(&ddp, STEPS);
+    let layouts: &[&[&str]] = &[
+        &["parallel.ranks=2", "parallel.zero_stage=1"],
+        &["parallel.ranks=2", "parallel.zero_stage=2"],
+        &["parallel.ranks=2", "parallel.zero_stage=3"],
+        &["parallel.ranks=2", "parallel.zero_stage=3", "memory.offload.parameters='disk'"],
+        &["parallel.ranks=4", "parallel.data_parallel_replicate_degree=2", "parallel.pipeline_parallel_degree=2"],
+    ];
+    for layout in layouts {
+        let sets = joined(&[base, tuning, layout]);
+        let ends = train(&sets, STEPS);
+        ends.iter().for_each(|end| check_memory(end, &sets));
+        assert_eq!((losses(&ends), weights(&ends)), (losses(&two), weights(&two)), "{sets:?}");
+    }
+}
+
+#[test]
+fn a_frozen_bottom_trains_the_same_bits_in_every_layout() {
+    same_bits(TOP);
+}
+
+#[test]
+fn frozen_parts_of_units_train_the_same_bits_in_every_layout() {
+    same_bits(MIXED);
+}
+
+#[test]
+fn adapters_train_the_same_bits_in_every_layout() {
+    same_bits(LORA);
+}
+
+#[test]
+fn adapters_in_bf16_train_the_same_bits_in_every_layout() {
+    same_bits(LORA_IN_BF16);
+}
+
+#[test]
+fn adapters_on_gpt_2_train_the_same_bits_in_every_layout() {
+    same_bits(LORA_ON_GPT2);
+}
+
+/// What is trained has the gradients that it has in full training.
+#[test]
+fn freezing_changes_no_gradient_of_what_is_trained() {
+    let base = ["precision.compute='f32'", "training.steps=1"];
+    let full = train(&base, 1);
+    for tuning in [TOP, MIXED] {
+        let part = train(&joined(&[&base, tuning]), 1);
+        assert_eq!(losses(&full), losses(&part));
+        let mut compared = 0;
+        for (id, runs) in part[0].gradients.iter().filter(|(_, runs)| !runs.is_empty()) {
+            assert_eq!(full[0].gradients[id], *runs, "{tuning:?}: parameter {id}");
+            compared += 1;
+        }
+        assert!(compared > 0 && compared < full[0].gradients.len(), "{compared}");
+    }
+}
+
+/// Frozen parameters have no gradients, masters or moments, and the units below the trained ones no
+/// backward.
+#[test]
+fn what_is_frozen_has_no_state() {
+    let of = |tuning: &[&str]| train(&joined(&[&["precision.compute='bf16'"], tuning]), 1).remove(0);
+    let (full, top, lora) = (of(&[]), of(TOP), of(LORA));
+    let state = |end: &End| {
+        let resident = |kind: MemoryKind| -> i64 {
+            end.program.resident.iter().filter(|effect| effect.kind == kind).map(|effect| effect.bytes).sum()
+        };
+        [MemoryKind::Masters, MemoryKind::Gradients, MemoryKind::Optimizer].map(resident)
+    };
+    for (part, most) in [(&top, 0.7), (&lora, 0.6)] {
+        for (part, full) in state(part).into_iter().zip(state(&full)) {
+            assert!(part > 0 && (part as f64) < most * full as f64, "{part} of {full}");
+        }
+        for purpose in [Purpose::Grads, Purpose::Optimizer] {
+            assert!(part.memory.peak(purpose) < full.memory.peak(purpose), "{purpose}");
+        }
+    }
+    assert_eq!((full.program.lowest, top.program.lowest, lora.program.lowest), (0, 2, 1));
+}
+
+/// Ranks that share products sum the gradients of what they hold in common.
+#[test]
+fn adapters_on_split_layers_train_as_on_one_rank() {
+    let base = ["precision.compute='f32'", "model.heads=6", "model.kv_heads=2", "model.dim=48"];
+    for tuning in [LORA, MIXED] {
+        let one = train(&joined(&[&base, tuning]), STEPS);
+        for layout in [
+            &["parallel.tensor_parallel_degree=2", "parallel.sequence_parallel=false"][..],
+            &["parallel.tensor_parallel_degree=2"],
+            &["parallel.tensor_parallel_degree=3", "parallel.sequence_parallel=false"],
+        ] {
+            let sets = joined(&[&base, tuning, layout]);
+            let many = train(&sets, STEPS);
+            many.iter().for_each(|end| check_memory(end, &sets));
+            for (a, b) in losses(&many).iter().zip(losses(&one)) {
+                assert!((a / b - 1.0).abs() < 1e-5, "{sets:?}: {a} against {b}");
+            }
+            for (a, b) in gradients(&many).iter().flatten().zip(gradients(&one).iter().flatten()) {
+                let (a, b) = (f32::from_bits(*a), f32::from_bits(*b));
+                assert!((a - b).abs() < 1e-6 + 1e-3 * b.abs(), "{sets:?}: {a} against {b}");
+            }
+        }
+    }
+}
+
+/// The results of PEFT, made by `scripts/golden/make_adapters.py`.
+#[derive(serde::Deserialize)]
+struct Expected {
+    tokens: Vec<Vec<Vec<i32>>>,
+    losses: Vec<f64>,
+    gradients: BTreeMap<String, f64>,
+    weights: BTreeMap<String, f64>,
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// The norms of the tensors of adapters, by their names in files.
+fn norms(rank: &Rank, values: impl Fn(ParamId) -> Vec<f32>) -> BTreeMap<String, f64> {
+    let mut all = BTreeMap::new();
+    for (id, spec) in rank.model().parameters().filter(|(_, spec)| spec.is_adapter()) {
+        let (values, width) = (values(id), spec.row_elements());
+        for source in &spec.sources {
+            let own = &values[source.rows.start * width..source.rows.end * width];
+            let norm = own.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+            all.insert(source.hf_name.clone(), norm);
+        }
+    }
+    all
+}
+
+fn assert_close(ours: &BTreeMap<String, f64>, theirs: &BTreeMap<String, f64>, limit: f64) {
+    assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
+    for (name, theirs) in theirs {
+        assert!((ours[name] / theirs - 1.0).abs() < limit, "{name}: {} against {theirs}", ours[name]);
+    }
+}
+
+/// The same adapter on the same weights and batches: losses of 20 steps, gradients of the first and
+/// weights of the last.
+#[test]
+fn adapters_train_as_in_peft() {
+    let expected: Expected =
+        serde_json::from_str(&std::fs::read_to_string(golden("adapter/expected.json")).unwrap()).unwrap();
+    let base = golden("../../../model/tests/golden/llama");
+    let spec = hf::from_config_json(&std::fs::read_to_string(base.join("config.json")).unwrap()).unwrap().spec;
+    let whole = Model::new(spec.clone()).unwrap();
+    let adapter = read_adapter_config(&golden("adapter")).unwrap();
+    let model = || {
+        let tuning = Tuning { adapter: Some(adapter.clone()), ..Tuning::default() };
+        Model::new(spec.clone()).unwrap().tuned(&tuning).unwrap()
+    };
+    let resolved = resolved(&[
+        "precision.compute='f32'",
+        "optimizer.learning_rate=0.01",
+        "optimizer.beta2=0.95",
+        "optimizer.weight_decay=0.1",
+        "training.global_batch_size=4",
+    ]);
+    let shape = BatchShape::uniform(4, LENGTH);
+    let strategy = trainyard_program::Strategy::new(whole.units().len());
+    let mesh = trainyard_program::Mesh::default();
+    let program = shape::program(&model(), &shape, DType::F32, &mesh, &strategy, 0).unwrap();
+    let device = Device::cpu(Isa::detect(), 1, None);
+    let settings = shape::rank_settings(&resolved);
+    let mut rank = Rank::new(&device, model(), Holding::of(&program), Links::default(), &settings).unwrap();
+    let [weights, adapters] =
+        [WeightReader::open(&base, &whole).unwrap(), WeightReader::open_adapter(&golden("adapter"), rank.model()).unwrap()];
+    let specs: BTreeMap<_, _> = model().parameters().map(|(id, spec)| (id, spec.clone())).collect();
+    rank.set_parameters(|id, range, values| {
+        let reader = if specs[&id].is_adapter() { &adapters } else { &weights };
+        let read = |values: &mut [f32]| reader.read_part(&specs[&id], range, values).unwrap();
+        Ok(values.overwrite(read)?)
+    })
+    .unwrap();
+    let mut of_gradients = BTreeMap::new();
+    for (step, (rows, loss)) in expected.tokens.iter().zip(&expected.losses).enumerate() {
+        let tokens: Vec<i32> = rows.iter().flat_map(|row| row[..LENGTH].to_vec()).collect();
+        let targets: Vec<i32> = rows.iter().flat_map(|row| row[1..].to_vec()).collect();
+        let load = |device: &Device, model: &Model| Ok(model.rows(device, LENGTH, &tokens, Some(&targets))?);
+        let step_settings = StepSettings { step: step as u64, rate_factor: 1.0, clip_norm: None };
+        let outcome = rank.execute(&program, step_settings, load, |_, _| Ok(())).unwrap();
+        assert!((outcome.loss / loss - 1.0).abs() < 1e-4, "step {step}: {} against {loss}", outcome.loss);
+        if step == 0 {
+            of_gradients = norms(&rank, |id| rank.read_gradient(id).unwrap().1.to_f32_vec().unwrap());
+        }
+    }
+    assert_close(&of_gradients, &expected.gradients, 1e-4);
+    assert_close(&norms(&rank, |id| rank.read_masters(id).unwrap()), &expected.weights, 1e-4);
+
+    // What is written is what PEFT wrote, but for the training.
+    let folder = tempfile::tempdir().unwrap();
+    export_adapter(folder.path(), rank.model(), "base", |id| rank.read_masters(id)).unwrap();
+    assert_eq!(read_adapter_config(folder.path()).unwrap().scale(), adapter.scale());
+    let again = WeightReader::open_adapter(folder.path(), rank.model()).unwrap();
+    for (id, spec) in rank.model().parameters().filter(|(_, spec)| spec.is_adapter()) {
+        let mut values = vec![0.0; spec.elements()];
+        again.read_part(spec, 0..spec.elements(), &mut values).unwrap();
+        assert_eq!(values, rank.read_masters(id).unwrap());
+    }
+}
