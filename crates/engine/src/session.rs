@@ -272,7 +272,9 @@ impl Session {
         if let Some(line) = trained_part(&model) {
             note(&line);
         }
-        if !model.adapters().is_empty() && !matches!(resolved.model, ModelSource::HuggingFace { load_weights: true, .. }) {
+        if !model.adapters().is_empty()
+            && !matches!(resolved.model, ModelSource::HuggingFace { load_weights: true, .. })
+        {
             note(&warning("adapters on weights that nobody has trained: name a Hugging Face folder as model.path"));
         }
         let links = Links::by(choice.way, &world, &programs[0], &device)?;

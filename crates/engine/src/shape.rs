@@ -1,8 +1,8 @@
 //! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
-    Activation as ConfigActivation, AdapterMethod, CheckpointMode, Compute, Config, CudaGraphs, FP8_AMAX_HISTORY, Family as ConfigFamily,
-    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
+    Activation as ConfigActivation, AdapterMethod, CheckpointMode, Compute, Config, CudaGraphs, FP8_AMAX_HISTORY,
+    Family as ConfigFamily, Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
     PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
     Resolved, RopeScaling as ConfigScaling,
 };

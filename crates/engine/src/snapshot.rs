@@ -529,10 +529,13 @@ fn restore_apart(rank: &mut Rank, checkpoint: &Checkpoint, own: usize) -> Result
     }
     let in_round = specs.values().any(|(name, _)| checkpoint.entry(REPLICAS, &of_replica(name, own)).is_ok());
     if in_round {
-        rank.set_own_masters(|id, range, values| {
-            let (name, spec) = &specs[&id];
-            fill(checkpoint, REPLICAS, &of_replica(name, own), spec.whole_shape(), spec, range, values)
-        }, Setting::Masters)?;
+        rank.set_own_masters(
+            |id, range, values| {
+                let (name, spec) = &specs[&id];
+                fill(checkpoint, REPLICAS, &of_replica(name, own), spec.whole_shape(), spec, range, values)
+            },
+            Setting::Masters,
+        )?;
         rank.set_in_round(true);
     }
     Ok(())

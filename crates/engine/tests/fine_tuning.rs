@@ -23,7 +23,8 @@ const STEPS: u64 = 4;
 /// Everything but the last block and the head is frozen.
 const TOP: &[&str] = &["fine_tuning.freeze=['embedding.*','block.0.*']"];
 /// Whole units and parts of units are frozen.
-const MIXED: &[&str] = &["fine_tuning.freeze=['block.0.*','block.1.attn.*','embedding.*']", "fine_tuning.train=['*.norm1.*']"];
+const MIXED: &[&str] =
+    &["fine_tuning.freeze=['block.0.*','block.1.attn.*','embedding.*']", "fine_tuning.train=['*.norm1.*']"];
 const LORA: &[&str] = &["fine_tuning.adapter='lora'", "fine_tuning.rank=4"];
 const LORA_IN_BF16: &[&str] =
     &["fine_tuning.adapter='lora'", "fine_tuning.targets=['q_proj','v_proj','down_proj']", "precision.compute='bf16'"];
@@ -222,8 +223,10 @@ fn adapters_train_as_in_peft() {
     let device = Device::cpu(Isa::detect(), 1, None);
     let settings = shape::rank_settings(&resolved);
     let mut rank = Rank::new(&device, model(), Holding::of(&program), Links::default(), &settings).unwrap();
-    let [weights, adapters] =
-        [WeightReader::open(&base, &whole).unwrap(), WeightReader::open_adapter(&golden("adapter"), rank.model()).unwrap()];
+    let [weights, adapters] = [
+        WeightReader::open(&base, &whole).unwrap(),
+        WeightReader::open_adapter(&golden("adapter"), rank.model()).unwrap(),
+    ];
     let specs: BTreeMap<_, _> = model().parameters().map(|(id, spec)| (id, spec.clone())).collect();
     rank.set_parameters(|id, range, values| {
         let reader = if specs[&id].is_adapter() { &adapters } else { &weights };

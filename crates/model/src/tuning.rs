@@ -277,7 +277,8 @@ fn pair(
         let moved = |shared: &Range<usize>| {
             let of_source = |(source, first): (&&Source, &usize)| {
                 let part = shared.start.max(source.rows.start)..shared.end.min(source.rows.end);
-                (part.start < part.end).then(|| first + part.start - source.rows.start..first + part.end - source.rows.start)
+                (part.start < part.end)
+                    .then(|| first + part.start - source.rows.start..first + part.end - source.rows.start)
             };
             sources.iter().zip(&firsts).filter_map(of_source).collect::<Vec<_>>()
         };
@@ -347,7 +348,7 @@ mod tests {
     }
 
     fn small() -> ModelSpec {
-        ModelSpec { layers: 1, dim: 32, heads: 4, kv_heads: 2, head_dim: 8, ffn_dim: 48, ..preset("llama-3.2-1b").unwrap() }
+        ModelSpec { layers: 1, dim: 32, heads: 4, kv_heads: 2, head_dim: 8, ffn_dim: 48, ..preset("llama-1b").unwrap() }
     }
 
     #[test]
@@ -370,7 +371,10 @@ mod tests {
         let model = Model::new(small()).unwrap().tuned(&tuning(&["q_proj", "v_proj"])).unwrap();
         let specs = model.units()[1].parameters();
         let named = |name: &str| specs.iter().find(|spec| spec.name == name).unwrap();
-        assert_eq!((&named("attn.qkv.lora_a").shape[..], &named("attn.qkv.lora_b").shape[..]), (&[8, 32][..], &[48, 4][..]));
+        assert_eq!(
+            (&named("attn.qkv.lora_a").shape[..], &named("attn.qkv.lora_b").shape[..]),
+            (&[8, 32][..], &[48, 4][..])
+        );
         let sources = |name: &str| named(name).sources.iter().map(|s| s.hf_name.clone()).collect::<Vec<_>>();
         assert_eq!(
             sources("attn.qkv.lora_b"),

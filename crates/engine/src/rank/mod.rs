@@ -23,8 +23,8 @@ mod passes;
 mod step;
 
 pub(crate) use apart::NamedResidual;
-pub(crate) use offload::Setting;
 pub use graphs::{kept, stretch};
+pub(crate) use offload::Setting;
 pub use pace::Pace;
 pub use step::{Launches, StepOutcome, StepSettings};
 

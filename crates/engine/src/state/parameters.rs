@@ -548,12 +548,7 @@ pub(crate) fn initial_values(
 
 /// Fills `values` with the initial values of the elements `local` of the part of a parameter that a
 /// rank holds. They are those of the whole parameter, whatever the split.
-fn initialise(
-    values: &mut Tensor,
-    parameter: &ParameterSpec,
-    local: Range<usize>,
-    key: RandomKey,
-) -> Result<()> {
+fn initialise(values: &mut Tensor, parameter: &ParameterSpec, local: Range<usize>, key: RandomKey) -> Result<()> {
     let device = values.device().clone();
     let Some(cpu) = device.host() else { return Ok(()) };
     Ok(values.overwrite::<f32, _>(|values| match parameter.init {

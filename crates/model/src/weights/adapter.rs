@@ -161,12 +161,14 @@ where
     };
     if let Some((id, _)) = model.parameters().find(|(_, spec)| spec.trained && !spec.is_adapter()) {
         let name = model.parameter_name(id).unwrap_or_default();
-        return not(format!("beside adapters `{name}` was trained, which an adapter has no place for: export it merged"));
+        return not(format!(
+            "beside adapters `{name}` was trained, which an adapter has no place for: export it merged"
+        ));
     }
     let mut tensors: BTreeMap<&str, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
     for (id, parameter) in model.parameters().filter(|(_, spec)| spec.is_adapter()) {
-        let all = values(id)
-            .map_err(|error| WeightsError::Values { unit: parameter.name.clone(), source: error.into() })?;
+        let all =
+            values(id).map_err(|error| WeightsError::Values { unit: parameter.name.clone(), source: error.into() })?;
         for source in &parameter.sources {
             let width = parameter.row_elements();
             let own = all[source.rows.start * width..source.rows.end * width].to_vec();
