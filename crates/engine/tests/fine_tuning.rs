@@ -44,14 +44,15 @@ fn same_bits(tuning: &[&str]) {
         &["activation_checkpointing.mode='full'"],
         &["activation_checkpointing.mode='selective'"],
         &["memory.offload.optimizer='disk'", "memory.offload.parameters='disk'"],
-        &["memory.offload.activations='disk'", "memory.offload.gradients='disk'"],
+        &["memory.offload.activations='disk'"],
+        &["memory.offload.optimizer='disk'", "memory.offload.gradients='disk'"],
         &["memory.offload.optimizer='disk'", ON_THE_HOST],
     ];
     for way in ways {
         let sets = joined(&[base, tuning, way]);
         let ends = train(&sets, STEPS);
         check_memory(&ends[0], &sets);
-        assert_eq!((losses(&ends), weights(&ends)), (losses(&one), weights(&one)), "{sets:?}");
+        assert!((losses(&ends), weights(&ends)) == (losses(&one), weights(&one)), "{sets:?}");
     }
     // Two ranks sum in another order than one.
     let ddp = joined(&[base, tuning, &["parallel.ranks=2"]]);
@@ -67,7 +68,7 @@ fn same_bits(tuning: &[&str]) {
         let sets = joined(&[base, tuning, layout]);
         let ends = train(&sets, STEPS);
         ends.iter().for_each(|end| check_memory(end, &sets));
-        assert_eq!((losses(&ends), weights(&ends)), (losses(&two), weights(&two)), "{sets:?}");
+        assert!((losses(&ends), weights(&ends)) == (losses(&two), weights(&two)), "{sets:?}");
     }
 }
 
@@ -101,12 +102,12 @@ fn adapters_on_gpt_2_train_the_same_bits_in_every_layout() {
 fn freezing_changes_no_gradient_of_what_is_trained() {
     let base = ["precision.compute='f32'", "training.steps=1"];
     let full = train(&base, 1);
-    for tuning in [TOP, MIXED] {
+    for tuning in [TOP, MIXED, &["fine_tuning.freeze=['head.*','block.1.norm*']"]] {
         let part = train(&joined(&[&base, tuning]), 1);
         assert_eq!(losses(&full), losses(&part));
         let mut compared = 0;
         for (id, runs) in part[0].gradients.iter().filter(|(_, runs)| !runs.is_empty()) {
-            assert_eq!(full[0].gradients[id], *runs, "{tuning:?}: parameter {id}");
+            assert!(full[0].gradients[id] == *runs, "{tuning:?}: parameter {id}");
             compared += 1;
         }
         assert!(compared > 0 && compared < full[0].gradients.len(), "{compared}");

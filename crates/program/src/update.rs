@@ -43,10 +43,11 @@ impl Lowering<'_> {
         self.strategy.offload.optimizer == Some(Tier::Host)
     }
 
-    /// True if the copy that forward reads is separate from the masters. An update then writes it
-    /// without reading it.
-    fn writes_copy(&self) -> bool {
-        self.strategy.bytes.master != 0 || self.updates_on_host()
+    /// True if the copy of `unit` that forward reads is separate from the masters and has nothing
+    /// frozen. An update then writes it without reading it.
+    fn writes_copy(&self, unit: u32) -> bool {
+        let separate = self.strategy.bytes.master != 0 || self.updates_on_host();
+        separate && self.sizes.model.units[unit as usize].frozen_elements == 0
     }
 
     /// Sums the gradients of units that several stages hold, because each stage contributes to
@@ -66,9 +67,10 @@ impl Lowering<'_> {
     /// Fetches what the `at`-th update needs and is not on the device.
     fn fetch_state(&mut self, at: usize, before: Option<u32>) {
         let Some((unit, chunk)) = self.pieces.get(at).copied() else { return };
-        // An update reads a copy that is its own master; a separate copy is written anew.
+        // An update reads a copy that is its own master, and one of which a part is frozen; another
+        // is written anew.
         if chunk == 0 {
-            let reads = self.strategy.offload.parameters.is_some() && !self.writes_copy();
+            let reads = self.strategy.offload.parameters.is_some() && !self.writes_copy(unit);
             self.present[unit as usize] = reads.then(|| self.fetch_parameters(unit, before));
         }
         let fetch = Instruction::new(Action::Fetch { unit, state: State::Optimizer { chunk } });
@@ -101,7 +103,7 @@ impl Lowering<'_> {
             needs.push(Some(self.fetched[self.updated]));
         }
         self.updated += 1;
-        if offload.parameters.is_some() && self.writes_copy() && chunk == 0 {
+        if offload.parameters.is_some() && self.writes_copy(unit) && chunk == 0 {
             instruction = instruction.taking(MemoryKind::Parameters, self.sizes.parameters(unit));
             needs.push(self.room(&self.copies_evicted));
         }

@@ -446,17 +446,15 @@ impl GradientState {
     /// Elements `range` of a parameter's resident sum.
     ///
     /// # Errors
-    /// When the sum lies in a tier, or this rank does not hold the parameter's unit.
+    /// When the sum lies in a tier, or this rank holds nothing of the unit that is trained.
     pub fn of_parameter(&self, id: ParamId, range: Range<usize>) -> Result<Tensor> {
         let unit = self.units.get(id.unit as usize).ok_or(AutogradError::NoParameter(id))?;
-        if range.is_empty() {
-            return Ok(self.device.empty([0], DType::F32, Purpose::Grads)?);
-        }
         let Some(sum) = lock(&unit.state).resident.clone() else {
             return Err(does_not_fit(format!("the gradient of parameter {id} is not on the device")));
         };
-        let start = unit.layout.range(id.index as usize).start + range.start - unit.range.start;
-        Ok(sum.view(start, [range.len()])?)
+        // An empty range may begin before the sum.
+        let start = (unit.layout.range(id.index as usize).start + range.start).saturating_sub(unit.range.start);
+        Ok(sum.view(if range.is_empty() { 0 } else { start }, [range.len()])?)
     }
 
     /// Sums of squares of the gradients that this rank's update reads, by unit and chunk; none for

@@ -243,7 +243,8 @@ fn parts_of(
     rank: &Rank,
     read: impl Fn(ParamId) -> Result<(Range<usize>, Vec<f32>), EngineError>,
 ) -> Result<Parts, EngineError> {
-    let held = rank.model().parameters().filter(|(id, _)| rank.parameters.holds(id.unit as usize));
+    let trained = rank.model().parameters().filter(|(_, spec)| spec.trained);
+    let held = trained.filter(|(id, _)| rank.parameters.holds(id.unit as usize));
     let parts = held.map(|(id, spec)| {
         let (range, values) = read(id)?;
         let runs = spec.whole_runs(range.clone()).into_iter();
