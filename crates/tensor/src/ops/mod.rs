@@ -7,6 +7,7 @@
 mod attention;
 mod context;
 mod embedding;
+pub mod experts;
 pub mod fp8;
 mod linear;
 mod loss;

@@ -53,6 +53,7 @@ fn unit(dtype: DType) -> f64 {
 }
 
 /// The largest distance of results from the oracle's.
+#[derive(Clone, Copy)]
 struct Tolerance {
     /// Relative to the magnitude of the terms: errors of probabilities and of sums.
     terms: f64,
