@@ -160,7 +160,7 @@ mod tests {
         let k: Vec<f64> = (0..6 * 6).map(|i| value(i + 1000)).collect();
         let v: Vec<f64> = (0..6 * 6).map(|i| value(i + 2000)).collect();
         let dout: Vec<f64> = (0..6 * 12).map(|i| value(i + 3000)).collect();
-        let gradients = backward(&spec, &q, &k, &v, &dout, &cu);
+        let gradients = backward(&spec, &q, &k, &v, &dout, &cu, &cu);
         let loss = |x: &[Vec<f64>; 3]| dot(&forward(&spec, &x[0], &x[1], &x[2], &cu, &cu).out.value, &dout);
         let step = 1e-5;
         for (which, gradient) in [&gradients.dq, &gradients.dk, &gradients.dv].into_iter().enumerate() {
