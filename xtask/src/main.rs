@@ -1,5 +1,5 @@
 //! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
-//! equality | exports | gpu | overlap | pictures | soak | traces | validate | verdicts`.
+//! equality | exports | gpu | overlap | pictures | slow-links | soak | traces | validate | verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -9,6 +9,7 @@
 
 mod advise;
 mod bench;
+mod cable;
 mod choices;
 mod dashboard;
 mod equality;
@@ -18,6 +19,7 @@ mod lexer;
 mod markdown;
 mod overlap;
 mod pictures;
+mod slow_links;
 mod soak;
 mod test;
 mod tidy;
@@ -71,6 +73,9 @@ enum Chore {
     Gpu(gpu::Options),
     /// Draw the pictures of the documentation from what the code computes.
     Pictures(pictures::Options),
+    /// Train over a slow cable between two network namespaces by every way of sending less, with
+    /// PyTorch beside it.
+    SlowLinks(slow_links::Options),
     /// Train half a million tiny steps on one rank and on rank threads, and hold the growth of
     /// resident memory to its bar.
     Soak(soak::Options),
@@ -99,6 +104,7 @@ fn main() -> ExitCode {
         Chore::Exports(options) => exports::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
+        Chore::SlowLinks(options) => slow_links::run(&root, &options),
         Chore::Soak(options) => soak::run(&root, &options),
         Chore::Traces(options) => traces::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),

@@ -14,10 +14,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
+
+use crate::cable::{Cable, NETWORK, address, namespace, run_command};
 
 /// GPT-2's blocks on bytes. With a vocabulary of 50,304 the last reduction of a step would be a
 /// third of the communication, which no schedule can hide.
@@ -171,17 +173,7 @@ fn measure(folder: &Path, binary: &Path, stage: &str, steps: usize, bits_per_s: 
     Ok(Step { step_s: mean("step_s")?, comm_s: mean("comm_s")?, exposed_s: mean("comm_exposed_s")?, bytes })
 }
 
-/// The network of the cable.
-const NETWORK: &str = "10.99.0";
 const AGENT: &str = "agent.sh";
-
-fn namespace(end: usize) -> String {
-    format!("trainyard{end}")
-}
-
-fn address(end: usize) -> String {
-    format!("{NETWORK}.{}", end + 1)
-}
 
 /// The script that mpirun calls instead of ssh: `agent.sh HOST COMMAND...`. The host's name differs
 /// too, so that nothing is shared through memory.
@@ -193,59 +185,6 @@ fn agent_script() -> String {
     )
 }
 
-/// Two namespaces and the cable between them. They are removed on drop.
-struct Cable;
-
-impl Cable {
-    fn new(bits_per_s: Option<u64>) -> Result<Cable> {
-        // Removes the remains of an interrupted measurement.
-        Cable::remove();
-        let cable = Cable;
-        let ip = |arguments: &str| run_command(Command::new("ip").args(arguments.split(' ')));
-        for end in 0..2 {
-            ip(&format!("netns add {}", namespace(end))).context(
-                "no network namespace can be made: this measurement needs root on Linux with CAP_NET_ADMIN and CAP_SYS_ADMIN, and iproute2",
-            )?;
-        }
-        let [first, second] = [0, 1].map(namespace);
-        ip(&format!("link add cable netns {first} type veth peer name cable netns {second}"))?;
-        for end in 0..2 {
-            let name = namespace(end);
-            ip(&format!("-n {name} addr add {}/24 dev cable", address(end)))?;
-            ip(&format!("-n {name} link set cable up"))?;
-            ip(&format!("-n {name} link set lo up"))?;
-            if let Some(rate) = bits_per_s {
-                // A bucket of ten milliseconds: the kernel's clock is coarser than a packet.
-                let bucket = (rate / 8 / 100).max(64 << 10);
-                let shape = format!(
-                    "netns exec {name} tc qdisc add dev cable root tbf rate {rate}bit burst {bucket} latency 20ms"
-                );
-                ip(&shape).context("the cable cannot be slowed (kernel module sch_tbf, program tc)")?;
-            }
-        }
-        Ok(cable)
-    }
-
-    fn bytes_sent(&self) -> Result<u64> {
-        let file = "/sys/class/net/cable/statistics/tx_bytes";
-        let said = run_command(Command::new("ip").args(["netns", "exec", &namespace(0), "cat", file]))?;
-        said.trim().parse().with_context(|| format!("{file}: {said}"))
-    }
-
-    fn remove() {
-        for end in 0..2 {
-            // It may not exist.
-            let _ = Command::new("ip").args(["netns", "del", &namespace(end)]).stderr(Stdio::null()).status();
-        }
-    }
-}
-
-impl Drop for Cable {
-    fn drop(&mut self) {
-        Cable::remove();
-    }
-}
-
 /// Builds the release binary with MPI and returns its path.
 fn build(root: &Path, target: &Path) -> Result<PathBuf> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -254,16 +193,4 @@ fn build(root: &Path, target: &Path) -> Result<PathBuf> {
         bail!("the release build with MPI failed");
     }
     Ok(target.join("release/trainyard"))
-}
-
-/// Runs a command and returns its output.
-fn run_command(command: &mut Command) -> Result<String> {
-    let output = command.stdin(Stdio::null()).output();
-    let output = output.with_context(|| format!("cannot run {}", command.get_program().to_string_lossy()))?;
-    if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        let tail: Vec<&str> = said.lines().rev().take(8).collect();
-        bail!("{command:?}: {}\n{}", output.status, tail.into_iter().rev().collect::<Vec<_>>().join("\n"));
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -36,6 +36,8 @@ impl ProbeGroup {
     pub fn of(world: Communicator) -> Result<ProbeGroup, CalibrateError> {
         let inputs = world::inputs(&world);
         let machine = machine(&world)?;
+        // As runs sum unless they are told otherwise.
+        world.sum_by_nodes()?;
         let threads = (inputs.cores / inputs.sharing.max(1)).max(1) as u32;
         Ok(ProbeGroup { world: Some(world), machine, threads })
     }

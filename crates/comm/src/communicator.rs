@@ -7,6 +7,7 @@
 use crate::backend::{Backend, Call, Operation, Signature, Terms, checksums};
 use crate::error::{CommError, ErrorKind, Result};
 use crate::fault::{Action, FaultPlan};
+use crate::hierarchy::Hierarchy;
 use crate::number::{Dtype, Number, Scalar};
 use crate::pending::{Pending, Worker};
 use crate::place::{Place, Position};
@@ -20,6 +21,10 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// The longest time for which ranks wait for each other unless told otherwise.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(300);
+
+/// Sums of fewer bytes are exchanged by all ranks at once, also where [nodes](Communicator::sum_by_nodes)
+/// are to be used: their time is latency, and there are three exchanges by nodes instead of one.
+pub const BY_NODES_BYTES_MIN: usize = 64 << 10;
 
 /// One rank's handle on a group of ranks.
 ///
@@ -41,6 +46,10 @@ pub(crate) struct Core {
     faults: Mutex<Option<Arc<FaultPlan>>>,
     /// Step and instruction last posted here.
     posted: Mutex<Option<(u64, u32)>>,
+    /// True if sums go by nodes, here and on derived communicators.
+    by_nodes: AtomicBool,
+    /// The nodes of this group, if sums go by nodes and the group has some.
+    nodes: OnceLock<Hierarchy>,
 }
 
 impl Communicator {
@@ -53,6 +62,8 @@ impl Communicator {
             verify: AtomicBool::new(false),
             faults: Mutex::default(),
             posted: Mutex::default(),
+            by_nodes: AtomicBool::new(false),
+            nodes: OnceLock::new(),
         };
         Self { core: Arc::new(core), worker: OnceLock::new() }
     }
@@ -113,6 +124,31 @@ impl Communicator {
     /// communicators inherit it.
     pub fn set_deadline(&self, deadline: Duration) {
         self.core.deadline_ms.store(deadline.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.parts().for_each(|part| part.set_deadline(deadline));
+    }
+
+    /// Lets large all-reduces, here and on communicators that are split off from now on, go by nodes:
+    /// a sum is scattered inside each node, then added up between nodes, then gathered inside. The bits
+    /// are those of one exchange between all ranks, and the bytes between nodes are fewer by the number
+    /// of ranks in a node. Groups whose nodes do not hold the same power of two of neighbouring ranks
+    /// keep the single exchange. All ranks call this together.
+    ///
+    /// # Errors
+    ///
+    /// A rank that does not come.
+    pub fn sum_by_nodes(&self) -> Result<()> {
+        self.core.by_nodes.store(true, Ordering::Relaxed);
+        if self.core.nodes.get().is_none() && self.nodes().is_some_and(|inside| inside > 1 && inside < self.size()) {
+            let nodes = self.hierarchy()?;
+            // Nobody else makes them: this handle's operations run one after the other.
+            let _ = self.core.nodes.set(nodes);
+        }
+        Ok(())
+    }
+
+    /// The parts of the group that sums by nodes are exchanged in.
+    fn parts(&self) -> impl Iterator<Item = &Communicator> {
+        self.core.nodes.get().into_iter().flat_map(Hierarchy::parts)
     }
 
     /// Turns checksums of later operations on or off. With them, data that changes on its way is an
@@ -120,16 +156,19 @@ impl Communicator {
     /// ranks have to set the same; derived communicators inherit it.
     pub fn set_verify(&self, verify: bool) {
         self.core.verify.store(verify, Ordering::Relaxed);
+        self.parts().for_each(|part| part.set_verify(verify));
     }
 
     /// Lets the faults of a plan strike this rank's operations, here and on derived communicators.
     /// For tests.
     pub fn inject(&self, plan: Arc<FaultPlan>) {
+        self.parts().for_each(|part| part.inject(Arc::clone(&plan)));
         *lock(&self.core.faults) = Some(plan);
     }
 
     /// Makes known what this rank is about to do, for the reports of others.
     pub fn post(&self, position: Position) {
+        self.parts().for_each(|part| part.post(position.clone()));
         *lock(&self.core.posted) = Some((position.step, position.instruction));
         self.core.backend.post(position);
     }
@@ -167,7 +206,11 @@ impl Communicator {
     /// Sums `data` over the ranks; everybody gets the sum.
     pub fn all_reduce<T: Number>(&self, data: &mut [T]) -> Result<()> {
         self.idle();
-        self.core.all_reduce(data)
+        let is_large = size_of_val(data) >= BY_NODES_BYTES_MIN;
+        match self.core.nodes.get().filter(|_| is_large && Dtype::of::<T>().sum() == Dtype::of::<T>()) {
+            Some(nodes) => nodes.all_reduce_in_place(data),
+            None => self.core.all_reduce(data),
+        }
     }
 
     /// Sums `input`, which is `size` parts, over the ranks; rank `r` gets part `r` of the sum in
@@ -262,6 +305,9 @@ impl Communicator {
         child.set_deadline(self.core.deadline());
         child.set_verify(self.core.verify.load(Ordering::Relaxed));
         lock(&child.core.faults).clone_from(&lock(&self.core.faults));
+        if self.core.by_nodes.load(Ordering::Relaxed) {
+            child.sum_by_nodes()?;
+        }
         Ok(child)
     }
 

@@ -25,18 +25,14 @@ impl Communicator {
     /// Unless every node holds the same power-of-two number of the group's ranks, one after the
     /// other: other layouts would change the order of sums. All ranks get the same answer.
     pub fn hierarchy(&self) -> Result<Hierarchy> {
-        let nodes: Vec<u32> = (0..self.size()).map(|member| self.place(member).node).collect();
-        let inside = nodes.iter().take_while(|&&node| node == nodes[0]).count();
-        let spans: Vec<u32> = nodes.chunks(inside).map(|span| span[0]).collect();
-        let distinct = (1..spans.len()).all(|i| !spans[..i].contains(&spans[i]));
-        let even = nodes.chunks(inside).all(|span| span.len() == inside && span.iter().all(|&node| node == span[0]));
-        if !(even && distinct && inside.is_power_of_two()) {
+        let Some(inside) = self.nodes() else {
+            let nodes: Vec<u32> = (0..self.size()).map(|member| self.place(member).node).collect();
             return Err(self.refuse(format!(
                 "a hierarchy needs the same power of two of neighbouring ranks on every node, but the nodes of ranks 0 to {} are {nodes:?}: \
                  start the ranks node by node, or use the flat collectives",
                 self.size() - 1
             )));
-        }
+        };
         let (node, index) = (self.rank() / inside, self.rank() % inside);
         Ok(Hierarchy {
             inside: self.split(node as u32, index as u32, format!("{} inside nodes", self.name()))?,
@@ -45,7 +41,24 @@ impl Communicator {
     }
 }
 
+impl Communicator {
+    /// Ranks of this group on each node, if every node holds the same power of two of neighbours.
+    pub(crate) fn nodes(&self) -> Option<usize> {
+        let nodes: Vec<u32> = (0..self.size()).map(|member| self.place(member).node).collect();
+        let inside = nodes.iter().take_while(|&&node| node == nodes[0]).count();
+        let spans: Vec<u32> = nodes.chunks(inside).map(|span| span[0]).collect();
+        let distinct = (1..spans.len()).all(|i| !spans[..i].contains(&spans[i]));
+        let even = nodes.chunks(inside).all(|span| span.len() == inside && span.iter().all(|&node| node == span[0]));
+        (even && distinct && inside.is_power_of_two()).then_some(inside)
+    }
+}
+
 impl Hierarchy {
+    /// The communicators of this rank: inside its node, and between nodes.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &Communicator> {
+        [&self.inside, &self.across].into_iter()
+    }
+
     /// The ranks of this node.
     pub fn inside(&self) -> &Communicator {
         &self.inside
@@ -72,6 +85,22 @@ impl Hierarchy {
         self.inside.all_reduce(&mut sums)?;
         self.across.all_reduce(&mut sums)?;
         round(&sums, tail);
+        Ok(())
+    }
+
+    /// As [`Communicator::all_reduce`], without memory beside `data`, for numbers that are added in
+    /// their own type.
+    pub(crate) fn all_reduce_in_place<T: Number>(&self, data: &mut [T]) -> Result<()> {
+        let part = data.len() / self.inside.size();
+        let (shared, tail) = data.split_at_mut(part * self.inside.size());
+        self.inside.reduce_scatter_in_place(shared)?;
+        let own = self.inside.rank() * part;
+        self.across.all_reduce(&mut shared[own..own + part])?;
+        self.inside.all_gather_in_place(shared)?;
+        if !tail.is_empty() {
+            self.inside.all_reduce(tail)?;
+            self.across.all_reduce(tail)?;
+        }
         Ok(())
     }
 

@@ -53,7 +53,7 @@ pub mod tcp;
 
 pub use backend::{Operation, Signature};
 pub use children::{Signal, end_with_parent};
-pub use communicator::{Communicator, DEADLINE_DEFAULT};
+pub use communicator::{BY_NODES_BYTES_MIN, Communicator, DEADLINE_DEFAULT};
 pub use environment::{Environment, EnvironmentError, Launcher, Master};
 pub use error::{CommError, ErrorKind, Failure, Peer, Result};
 pub use hierarchy::Hierarchy;

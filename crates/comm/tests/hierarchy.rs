@@ -2,7 +2,7 @@
 
 use half::bf16;
 use std::thread;
-use trainyard_comm::{Communicator, ErrorKind, Number, Place, local};
+use trainyard_comm::{BY_NODES_BYTES_MIN, Communicator, ErrorKind, Number, Place, local};
 
 fn on_nodes<R: Send>(nodes: &[u32], body: impl Fn(Communicator) -> R + Sync) -> Vec<R> {
     let place = |&node: &u32| Place { node, host: format!("node{node}"), ..Place::here(0) };
@@ -65,6 +65,33 @@ fn hierarchical_collectives_give_the_bits_of_flat_ones() {
         on_nodes(nodes, |comm| {
             compare::<f32>(&comm);
             compare::<bf16>(&comm);
+        });
+    }
+}
+
+/// Sums by nodes, on the group itself and on those split off it, and on groups that have no nodes.
+#[test]
+fn sums_by_nodes_have_the_bits_of_one_exchange() {
+    let layouts: [&[u32]; 5] = [&[0, 0, 1, 1], &[0, 0, 0, 0, 1, 1, 1, 1], &[0, 1, 0, 1], &[0, 0, 0, 1, 1, 1], &[0, 0]];
+    for nodes in layouts {
+        on_nodes(nodes, |comm| {
+            let flat = comm.duplicate("flat").unwrap();
+            comm.sum_by_nodes().unwrap();
+            let lane = comm.duplicate("lane").unwrap();
+            for elements in [7, BY_NODES_BYTES_MIN / 4, BY_NODES_BYTES_MIN / 4 + 3] {
+                let mut expected = values::<f32>(comm.rank(), elements);
+                let (mut here, mut there) = (expected.clone(), expected.clone());
+                flat.all_reduce(&mut expected).unwrap();
+                comm.all_reduce(&mut here).unwrap();
+                lane.all_reduce(&mut there).unwrap();
+                assert_eq!(bytemuck::cast_slice::<f32, u8>(&here), bytemuck::cast_slice::<f32, u8>(&expected));
+                assert_eq!(there, here);
+                let mut expected: Vec<bf16> = expected.into_iter().map(bf16::from_f32).collect();
+                let mut narrow = expected.clone();
+                flat.all_reduce(&mut expected).unwrap();
+                lane.all_reduce(&mut narrow).unwrap();
+                assert_eq!(narrow, expected);
+            }
         });
     }
 }

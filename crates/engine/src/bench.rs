@@ -295,6 +295,9 @@ impl Stepper {
         let own = world.map_or(0, Communicator::rank) as u32;
         let model = shape::model_of(resolved, spec.clone(), own)?;
         let program = program(resolved, &model, own)?;
+        if let Some(world) = world.filter(|_| resolved.config.parallel.hierarchical_sums) {
+            world.sum_by_nodes()?;
+        }
         let links = match world {
             Some(world) => Links::by(collectives::choose(resolved, world)?.way, world, &program, device)?,
             None => Links::default(),

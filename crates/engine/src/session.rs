@@ -277,6 +277,9 @@ impl Session {
         {
             note(&warning("adapters on weights that nobody has trained: name a Hugging Face folder as model.path"));
         }
+        if resolved.config.parallel.hierarchical_sums {
+            world.sum_by_nodes()?;
+        }
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
