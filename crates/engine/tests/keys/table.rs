@@ -278,6 +278,12 @@ pub const ROWS: &[Row] = &[
     row("parallel.deadline_seconds", &[], &["parallel.deadline_seconds=7"], Deadline),
     row("parallel.verify", &[], &[], Elsewhere("crates/comm/tests/failures.rs", "corruption_is_noticed_and_named")),
     row(
+        "parallel.hierarchical_sums",
+        &[],
+        &[],
+        Elsewhere("crates/comm/tests/hierarchy.rs", "sums_by_nodes_have_the_bits_of_one_exchange"),
+    ),
+    row(
         "parallel.lend_threads",
         &[],
         &[],
