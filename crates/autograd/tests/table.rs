@@ -6,11 +6,12 @@ mod common;
 use common::*;
 use std::sync::Arc;
 use trainyard_autograd::functions::LinearOptions;
-use trainyard_autograd::{AutogradError, Policy, Store, TABLE, Tape};
+use trainyard_autograd::{AutogradError, Policy, Store, TABLE, Tape, Var};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
+use trainyard_tensor::ops::experts::{BalanceFactors, Gate, Router};
 use trainyard_tensor::ops::{HeadLayout, Segments, TablePart};
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -103,8 +104,74 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
             example(&[&[40, 33]], &[], |t, x| t.dropout(&x[0], 0.3, true)),
             example(&[&[40, 33]], &[], |t, x| t.dropout_from(&x[0], 0.3, true, 5 * 33)),
         ],
+        _ if MIXTURE.contains(&name) => vec![mixture(name, &device)],
         _ => plain::examples(name, &device),
     }
+}
+
+const MIXTURE: [&str; 5] = ["router_logits", "route", "dispatch", "ragged_linear", "combine"];
+
+/// Seven tokens of width 6, of which each goes to two of five experts of width 4; one expert has no
+/// token. The choices stay the same near every point.
+fn mixture(name: &str, device: &Device) -> Example {
+    let device = device.clone();
+    let router = Router { experts: 5, top_k: 2, gate: Gate::Softmax, normalise: true, scale: 1.5 };
+    // Logits in (-1, 1) beside which these decide.
+    let rank = |token: usize, expert: usize| if expert == 4 { 6 } else { (expert + 3 * token) % 4 };
+    let far: Vec<f32> = (0..35).map(|i| -2.2 * rank(i / 5, i % 5) as f32).collect();
+    let whole = name == "combine";
+    let routes = move |t: &mut Tape<'_>, logits: &Var| {
+        let far = t.constant(device.tensor([7, 5], &far, Purpose::Data).unwrap());
+        let logits = t.add(logits, &far)?;
+        t.route(&logits, None, router, None, BalanceFactors::default())
+    };
+    match name {
+        "router_logits" => example(&[&[7, 6]], &[&[5, 6]], |t, x| t.router_logits(&x[0], p(0))),
+        "route" => example(&[&[7, 5]], &[], move |t, x| Ok(routes(t, &x[0])?.0)),
+        "dispatch" => example(&[&[7, 6], &[7, 5]], &[], move |t, x| {
+            let (_, routes) = routes(t, &x[1])?;
+            let logits = t.sum(&x[1], ..)?;
+            let y = t.dispatch(&x[0], &routes)?;
+            t.add(&y, &logits)
+        }),
+        _ => example(&[&[7, 6], &[7, 5]], &[&[5 * 4, 6], &[5 * 6, 4]], move |t, x| {
+            let (weights, routes) = routes(t, &x[1])?;
+            assert!(routes.counts.to_vec::<i32>().unwrap().contains(&0), "no expert is without tokens");
+            let rows = t.dispatch(&x[0], &routes)?;
+            let rows = t.ragged_linear(&rows, p(0), &routes.bounds)?;
+            let rows = t.ragged_linear(&rows, p(1), &routes.bounds)?;
+            t.combine(&rows, &weights, &routes.places, whole.then_some(&x[0]))
+        }),
+    }
+}
+
+#[test]
+fn the_bias_of_a_router_takes_what_experts_are_ahead_and_changes_no_gradient() {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let router = Router { experts: 4, top_k: 2, gate: Gate::Sigmoid, normalise: true, scale: 1.0 };
+    let run = |bias: Option<[f32; 4]>| {
+        let mut store = Store::new();
+        if let Some(bias) = bias {
+            store.insert(p(0), device.tensor([4], &bias, Purpose::Params).unwrap());
+        }
+        let (parameters, mut sink) = store.split();
+        let mut tape = Tape::new(&device, &parameters, Policy::Everything, KEY);
+        let logits = tape.leaf(device.tensor([9, 4], &values(36, 3), Purpose::Activations).unwrap());
+        let factors = BalanceFactors { auxiliary: 0.1, z: 0.1 };
+        let (weights, routes) = tape.route(&logits, bias.map(|_| p(0)), router, None, factors).unwrap();
+        let seed = device.tensor([9, 2], &values(18, 5), Purpose::Activations).unwrap();
+        let outputs = [(&weights, seed)];
+        let dlogits = tape.finish().backward(&outputs, &[&logits], &parameters, &mut sink).unwrap().remove(0).unwrap();
+        let excess = store.gradient(p(0)).map(|excess| excess.to_f32_vec().unwrap());
+        (dlogits.to_f32_vec().unwrap(), routes.counts.to_vec::<i32>().unwrap(), excess)
+    };
+    let (without, counts, none) = run(None);
+    let (with, same_counts, excess) = run(Some([0.0; 4]));
+    assert_eq!((&with, &same_counts, none), (&without, &counts, None));
+    let ahead: Vec<f32> = counts.iter().map(|count| *count as f32 - 4.5).collect();
+    assert_eq!(excess, Some(ahead));
+    let (_, counts, _) = run(Some([0.0, 5.0, 0.0, -5.0]));
+    assert_eq!((counts[1], counts[3]), (9, 0));
 }
 
 #[test]

@@ -12,6 +12,7 @@
 mod attention;
 mod dropout;
 mod embedding;
+mod experts;
 mod linear;
 mod loss;
 mod norm;
@@ -117,6 +118,12 @@ functions! {
     Activate(pointwise::Activate):              "activate",             "x",                                 "8 m d; 10 m d",            recomputed;
     Embedding(embedding::Embedding):            "embedding",            "nothing",                           "m d; m d",                 kept;
     Dropout(dropout::Dropout):                  "dropout",              "nothing: the mask is regenerated",  "m d; m d",                 kept;
+    // A mixture of experts: E of them, k choices of each token, hence m k rows.
+    RouterLogits(experts::RouterLogits):        "router_logits",        "x",                                 "2 m E d; 4 m E d",         kept;
+    Route(experts::Route):                      "route",                "logits, choices, counts",           "8 m E; 20 m E",            kept;
+    Dispatch(experts::Dispatch):                "dispatch",             "x",                                 "0; m k d",                 recomputed;
+    RaggedLinear(experts::RaggedLinear):        "ragged_linear",        "x",                                 "2 m n k; 4 m n k",         kept;
+    Combine(experts::Combine):                  "combine",              "rows, weights",                     "2 m k d; 3 m k d",         kept;
     // The plain functions, n elements of the operand, one row for each kind.
     Unary(plain::elementwise::Unary):           "unary",                "x or y, whichever serves",          "1 to 16 n; 4 n",           kept;
     Binary(plain::elementwise::Binary):         "binary",               "a, b",                              "n; 2 n for each gradient", kept;

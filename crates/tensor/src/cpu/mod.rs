@@ -10,6 +10,7 @@ mod conformance;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
+pub mod experts;
 pub mod fp8;
 pub mod gemm;
 pub mod head;

@@ -6,6 +6,7 @@
 
 mod attention;
 mod embedding;
+pub mod experts;
 pub mod fp8;
 mod linear;
 mod loss;

@@ -2,6 +2,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod experts;
 pub mod fp8;
 pub mod loss;
 pub mod matmul;

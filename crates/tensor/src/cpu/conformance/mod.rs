@@ -6,6 +6,7 @@
 //! `slack` for the `f32` arithmetic inside, which each test derives: a number of roundings times
 //! `2^-24` times the size of what is rounded.
 
+mod experts;
 mod fp8;
 mod norm;
 mod optim;

@@ -28,7 +28,7 @@
 //! ```
 
 use super::claims::Claims;
-use super::driver::Operand;
+use super::driver::{Product, threads_each};
 use super::epilogue::{Sink, Target};
 use super::tile_kernel::{Ahead, Left, Pending, Sums, multiply};
 use super::tiles::{PANEL, Role, STEP, STEP_BYTES, STEP_WORDS, Source};
@@ -120,26 +120,29 @@ impl Cut {
     }
 }
 
-/// `sums[i, j] = Σ_k left[i, k] right[j, k]`, handed to `sink`: `m x n` sums of `k` products.
-pub(super) fn product<T: Element, S: Sink>(
-    cpu: &Cpu,
-    (m, n, k): (usize, usize, usize),
-    left: Operand<T>,
-    right: Operand<T>,
-    sink: &S,
-) {
+/// `sums[i, j] = Σ_k left[i, k] right[j, k]`, handed to its sink, for each product.
+pub(super) fn products<T: Element, S: Sink>(cpu: &Cpu, products: &[Product<'_, T, &S>]) {
     assert!(T::DTYPE == DType::BF16, "tiles multiply bf16, not {}", T::DTYPE);
-    let (left, right) = (Source::new(Role::Left, &left, m, k), Source::new(Role::Right, &right, n, k));
     let hands = cpu.threads.hands();
-    let cut = Cut::new(&left, &right, sink.in_place(), hands);
-    let sharing = if cut.shares { hands } else { 1 };
-    let tasks = (0..cut.row_tasks * cut.col_tasks).map(|task| {
-        let left = left.panel_range(task % cut.row_tasks * cut.rows, cut.rows);
-        let right = right.panel_range(task / cut.row_tasks * cut.cols, cut.cols);
-        let claims = Claims::new(left.panels(), cut.blocks, sharing);
-        Task { depth: cut.depth, blocks: cut.blocks, left, right, sink, claims }
-    });
-    let tasks: Vec<Task<'_, S>> = tasks.collect();
+    let present = || products.iter().filter(|product| product.shape.0 > 0 && product.shape.1 > 0);
+    let threads = threads_each(cpu, present().count());
+    let mut sharing = 1;
+    let mut tasks: Vec<Task<'_, S>> = Vec::new();
+    for product in present() {
+        let (m, n, k) = product.shape;
+        let (left, right) =
+            (Source::new(Role::Left, &product.left, m, k), Source::new(Role::Right, &product.right, n, k));
+        let cut = Cut::new(&left, &right, product.sink.in_place(), threads);
+        let hands = if cut.shares { hands } else { 1 };
+        sharing = sharing.max(hands);
+        for task in 0..cut.row_tasks * cut.col_tasks {
+            let left = left.panel_range(task % cut.row_tasks * cut.rows, cut.rows);
+            let right = right.panel_range(task / cut.row_tasks * cut.cols, cut.cols);
+            let claims = Claims::new(left.panels(), cut.blocks, hands);
+            let (depth, blocks, shares) = (cut.depth, cut.blocks, cut.shares);
+            tasks.push(Task { depth, blocks, shares, left, right, sink: product.sink, claims });
+        }
+    }
     let run = |task: &Task<'_, S>| {
         let mut workspace = WORKSPACE.take();
         // SAFETY: the caller chose this rung because the CPU has it; tasks own disjoint parts of
@@ -154,7 +157,7 @@ pub(super) fn product<T: Element, S: Sink>(
     cpu.threads.for_each(tasks.len() + sharing - 1, |index| match tasks.get(index) {
         Some(task) => run(task),
         None => {
-            let fullest = || tasks.iter().max_by_key(|task| task.claims.unclaimed());
+            let fullest = || tasks.iter().filter(|task| task.shares).max_by_key(|task| task.claims.unclaimed());
             while let Some(task) = fullest().filter(|task| task.claims.unclaimed() >= JOIN_MIN) {
                 run(task);
             }
@@ -167,6 +170,8 @@ struct Task<'a, S> {
     /// Steps of a block, and blocks.
     depth: usize,
     blocks: usize,
+    /// True if threads may share its rows.
+    shares: bool,
     left: Source<'a>,
     right: Source<'a>,
     sink: &'a S,

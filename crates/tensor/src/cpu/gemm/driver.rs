@@ -238,6 +238,15 @@ impl Cut {
     }
 }
 
+/// One of several products that run together.
+pub(super) struct Product<'a, T, S> {
+    /// Rows and columns of the result, and the length of the sums.
+    pub shape: (usize, usize, usize),
+    pub left: Operand<'a, T>,
+    pub right: Operand<'a, T>,
+    pub sink: S,
+}
+
 /// `sums[i, j] = Σ_k left[i, k] right[j, k]`, handed to `sink`: `m x n` sums of `k` products.
 pub(super) fn product<T: Element, S: Sink>(
     cpu: &Cpu,
@@ -246,36 +255,55 @@ pub(super) fn product<T: Element, S: Sink>(
     right: Operand<T>,
     sink: &S,
 ) {
-    if m == 0 || n == 0 {
-        return;
-    }
+    products(cpu, &[Product { shape: (m, n, k), left, right, sink }]);
+}
+
+/// [`product`] for each of `products`, whose results are disjoint. The tasks of all are dealt to
+/// the threads together, so that no thread waits at the end of one.
+pub(super) fn products<T: Element, S: Sink>(cpu: &Cpu, products: &[Product<'_, T, &S>]) {
     assert!(cpu.isa <= Isa::detect(), "kernel form `{}` on a CPU that lacks it", cpu.isa);
     let rung = Rung::choose(cpu.isa, T::DTYPE);
     #[cfg(test)]
     let rung = FORCED.get().unwrap_or(rung);
-    run(rung, cpu, (m, n, k), left, right, sink);
+    run(rung, cpu, products);
 }
 
-/// [`product`] with a given register kernel.
-pub(super) fn run<T: Element, S: Sink>(
-    rung: Rung,
-    cpu: &Cpu,
-    (m, n, k): (usize, usize, usize),
-    left: Operand<T>,
-    right: Operand<T>,
-    sink: &S,
-) {
+/// The threads for which each of `count` products is cut. Many products are balanced by dealing
+/// them out whole.
+pub(super) fn threads_each(cpu: &Cpu, count: usize) -> usize {
+    if count < 4 * cpu.threads.hands() { cpu.threads.hands() } else { 1 }
+}
+
+/// [`products`] with a given register kernel.
+pub(super) fn run<T: Element, S: Sink>(rung: Rung, cpu: &Cpu, products: &[Product<'_, T, &S>]) {
+    let present = |product: &&Product<'_, T, &S>| product.shape.0 > 0 && product.shape.1 > 0;
+    let count = products.iter().filter(present).count();
+    if count == 0 {
+        return;
+    }
     #[cfg(target_arch = "x86_64")]
     if rung == Rung::AmxBf16 {
-        return super::amx::product(cpu, (m, n, k), left, right, sink);
+        return super::amx::products(cpu, products);
     }
-    let cut = Cut::new(rung, (m, n, k), cpu.threads.hands());
-    cpu.threads.for_each(cut.row_tasks * cut.col_tasks, |task| {
+    let threads = threads_each(cpu, count);
+    let mut total = 0;
+    let cut = |product| {
+        let Product { shape, .. } = product;
+        let cut = Cut::new(rung, *shape, threads);
+        total += cut.row_tasks * cut.col_tasks;
+        (product, cut, total)
+    };
+    let cuts: Vec<(&Product<'_, T, &S>, Cut, usize)> = products.iter().filter(present).map(cut).collect();
+    cpu.threads.for_each(total, |task| {
+        let number = cuts.partition_point(|(.., end)| *end <= task);
+        let (product, cut, end) = &cuts[number];
+        let task = task + cut.row_tasks * cut.col_tasks - end;
+        let Product { shape: (m, n, k), left, right, sink } = product;
         let row = task % cut.row_tasks * cut.task_rows;
         let col = task / cut.row_tasks * cut.task_cols;
         let mut workspace = WORKSPACE.take();
-        let part = Part { row, rows: cut.task_rows.min(m - row), col, cols: cut.task_cols.min(n - col), k };
-        run_task(rung, cpu.isa, &cut, part, left, right, sink, &mut workspace);
+        let part = Part { row, rows: cut.task_rows.min(m - row), col, cols: cut.task_cols.min(n - col), k: *k };
+        run_task(rung, cpu.isa, cut, part, *left, *right, *sink, &mut workspace);
         WORKSPACE.set(workspace);
     });
 }

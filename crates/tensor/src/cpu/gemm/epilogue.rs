@@ -10,6 +10,7 @@ use crate::cpu::simd::Simd;
 use crate::dtype::Element;
 use crate::simd_fn;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Two places of 32 rows each that will be written or read when the sums are finished.
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +78,13 @@ unsafe impl<T: Send> Sync for Out<'_, T> {}
 impl<'a, T> Out<'a, T> {
     pub(super) fn new(m: MatMut<'a, T>) -> Self {
         Out { data: m.data.as_mut_ptr(), rows: m.rows, cols: m.cols, stride: m.stride, _data: PhantomData }
+    }
+
+    /// Some of its rows. Parts of it and of this one that live at the same time may not overlap.
+    pub(super) fn row_range(&self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {}", self.rows);
+        let data = self.data.wrapping_add(range.start * self.stride);
+        Out { data, rows: range.len(), cols: self.cols, stride: self.stride, _data: PhantomData }
     }
 
     /// The lines of 32 rows and columns.

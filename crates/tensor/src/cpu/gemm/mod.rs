@@ -7,6 +7,7 @@
 //! | [`input_gradient`] | `dx = (dy w) ⊙ act'(pre)` | output features |
 //! | [`weight_gradient`] | `dw (+)= dyᵀ x`, `db (+)= Σ dy` | tokens |
 //! | [`matmul`], [`matmul_batched`] | `c = α op(a) op(b) + β c` | the shared dimension |
+//! | [`grouped_forward`] and its two backwards | the first three, for groups of rows | as those |
 //!
 //! Weights are `[out, in]`, as in Hugging Face checkpoints. All matrices are row-major with a row
 //! stride, so a group of a tensor's columns is a matrix too. Sums are accumulated in `f32` whatever
@@ -38,6 +39,7 @@ mod claims;
 mod driver;
 mod epilogue;
 mod fma;
+mod grouped;
 mod pack;
 #[cfg(target_arch = "x86_64")]
 mod tile_kernel;
@@ -50,6 +52,7 @@ mod workspace;
 mod tests;
 
 pub use driver::{Rung, workspace_bytes};
+pub use grouped::{grouped_forward, grouped_input_gradient, grouped_weight_gradient};
 
 use crate::cpu::Cpu;
 use crate::cpu::threads::Shares;

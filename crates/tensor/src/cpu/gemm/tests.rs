@@ -504,3 +504,120 @@ fn a_wrong_bias_is_named() {
     let epilogue = Epilogue { bias: Some(&[0.0, 0.0]), ..Epilogue::default() };
     forward(&cpu, MatRef::new(&x, 1, 4), MatRef::new(&w, 3, 4).into(), epilogue, MatMut::new(&mut y, 1, 3));
 }
+
+/// Groups of rows, with empty ones and rows behind the last; and the sizes of each group's product.
+const GROUPS: [(&[usize], usize, usize, usize); 6] = [
+    (&[0, 3], 3, 5, 7),
+    (&[0, 0, 1, 34, 34], 36, 33, 17),
+    (&[0, 14, 29, 30, 95, 97], 97, 64, 40),
+    (&[0, 0, 0], 4, 3, 2),
+    (&[0, 260, 261, 262, 300, 300, 300, 317, 350], 350, 34, 300),
+    (&[0, 5, 10, 15, 20, 25, 30, 35, 40, 45], 45, 70, 1041),
+];
+
+fn grouped_products_conform<T: Element>() {
+    for (case, (bounds, rows, n, k)) in GROUPS.into_iter().enumerate() {
+        let random = &mut Random(600 + case as u64);
+        let (groups, end) = (bounds.len() - 1, bounds[bounds.len() - 1]);
+        let x = Padded::<T>::random(random, rows, k, case % 3);
+        let w = Padded::<T>::random(random, groups * n, k, case % 2 * 5);
+        let dy = Padded::<T>::random(random, rows, n, case % 2);
+        let before = [Padded::<T>::random(random, rows, n, 2), Padded::<T>::random(random, rows, k, 1)];
+        let dw_before: Vec<f32> = random.values(groups * n * k);
+        let group = |row: usize| bounds[1..].iter().position(|end| row < *end);
+        let mut firsts = [None, None];
+        let mut first_dw = [None, None];
+        on_every_rung(T::DTYPE, |cpu, rung| {
+            let [mut y, mut dx] = before.clone();
+            grouped_forward(cpu, x.view(), w.view(), bounds, y.view_mut());
+            grouped_input_gradient(cpu, dy.view(), w.view(), bounds, dx.view_mut());
+            check_same(&mut firsts[0], rung, &y.data);
+            check_same(&mut firsts[1], rung, &dx.data);
+            assert!(y.same_gaps(&before[0]) && dx.same_gaps(&before[1]), "{rung}: wrote between rows");
+            for row in end..rows {
+                assert!(y.view().row(row) == before[0].view().row(row), "{rung}: wrote to nobody's row");
+                assert!(dx.view().row(row) == before[1].view().row(row), "{rung}: wrote to nobody's row");
+            }
+            let mut gradients = [dw_before.clone(), dw_before.clone()];
+            for (number, accumulate) in [Accumulate::Overwrite, Accumulate::Add].into_iter().enumerate() {
+                let dw = &mut gradients[number];
+                grouped_weight_gradient(cpu, dy.view(), x.view(), bounds, dw, accumulate);
+                check_same(&mut first_dw[number], rung, dw);
+            }
+            if cpu.threads.count() > 1 {
+                return;
+            }
+            for row in 0..end {
+                let e = group(row).expect("a row of a group");
+                let w = w.view().row_range(e * n..(e + 1) * n);
+                for j in 0..n {
+                    let (sum, magnitude) = reference::product(x.view(), Transpose::No, w, Transpose::Yes, row, j);
+                    let bound = sum_bound(k, magnitude) + store_bound::<T>(sum);
+                    let found = y.view().row(row)[j].to_f32() as f64;
+                    check_close(found, sum, bound, || format!("{rung} {} y {row}, {j} of case {case}", T::DTYPE));
+                }
+                for j in (0..k).step_by(1 + k / 50) {
+                    let (sum, magnitude) = reference::product(dy.view(), Transpose::No, w, Transpose::No, row, j);
+                    let bound = sum_bound(n, magnitude) + store_bound::<T>(sum);
+                    let found = dx.view().row(row)[j].to_f32() as f64;
+                    check_close(found, sum, bound, || format!("{rung} {} dx {row}, {j} of case {case}", T::DTYPE));
+                }
+            }
+            for e in 0..groups {
+                let rows = bounds[e]..bounds[e + 1];
+                let (dy, x) = (dy.view().row_range(rows.clone()), x.view().row_range(rows.clone()));
+                for at in (0..n * k).step_by(1 + n * k / 500) {
+                    let (sum, magnitude) =
+                        reference::product(dy, Transpose::Yes, x, Transpose::No, at / k, at % k);
+                    let old = dw_before[e * n * k + at] as f64;
+                    for (found, old) in gradients.iter().zip([0.0, old]) {
+                        let bound = sum_bound(rows.len() + 1, magnitude + old.abs());
+                        let found = found[e * n * k + at] as f64;
+                        check_close(found, sum + old, bound, || format!("{rung} dw {e}, {at} of case {case}"));
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn grouped_products_conform_in_f32() {
+    grouped_products_conform::<f32>();
+}
+
+#[test]
+fn grouped_products_conform_in_bf16() {
+    grouped_products_conform::<bf16>();
+}
+
+#[test]
+fn grouped_products_conform_in_f16() {
+    grouped_products_conform::<f16>();
+}
+
+/// Long groups have the bits of the plain products of their rows, whatever the other groups are.
+#[test]
+fn groups_have_the_bits_of_their_own_products() {
+    let (n, k) = (40, 70);
+    let bounds = [0usize, 20, 20, 133, 150];
+    let random = &mut Random(700);
+    let (x, w): (Vec<bf16>, Vec<bf16>) = (random.values(150 * k), random.values(4 * n * k));
+    let dy: Vec<bf16> = random.values(150 * n);
+    on_every_rung(DType::BF16, |cpu, rung| {
+        let (mut y, mut dw) = (vec![bf16::ZERO; 150 * n], vec![0.0; 4 * n * k]);
+        let (x, w, dy) = (MatRef::new(&x, 150, k), MatRef::new(&w, 4 * n, k), MatRef::new(&dy, 150, n));
+        grouped_forward(cpu, x, w, &bounds, MatMut::new(&mut y, 150, n));
+        grouped_weight_gradient(cpu, dy, x, &bounds, &mut dw, Accumulate::Overwrite);
+        for e in 0..4 {
+            let rows = bounds[e]..bounds[e + 1];
+            let (mut alone, mut dw_alone) = (vec![bf16::ZERO; rows.len() * n], vec![0.0; n * k]);
+            let w = w.row_range(e * n..(e + 1) * n);
+            let y_alone = MatMut::new(&mut alone, rows.len(), n);
+            forward(cpu, x.row_range(rows.clone()), w.into(), Epilogue::default(), y_alone);
+            let (dy, x) = (dy.row_range(rows.clone()), x.row_range(rows.clone()));
+            weight_gradient(cpu, dy, x, &mut dw_alone, Accumulate::Overwrite, None);
+            assert!(alone == y[rows.start * n..rows.end * n] && dw_alone == dw[e * n * k..(e + 1) * n * k], "{rung}");
+        }
+    });
+}

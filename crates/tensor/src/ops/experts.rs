@@ -1,0 +1,279 @@
+//! Operations of a mixture of experts. A GPU has none of them yet: there they are
+//! [`TensorError::NotImplemented`](crate::TensorError).
+//!
+//! Shapes do not depend on routing: `m` tokens with `k` choices have `m k` rows, of which only
+//! those up to the last bound are anybody's. So a meta device counts what a real one takes.
+
+use super::linear::product_cost;
+use super::{GradientSlot, accumulate_mode, check_slot, same_dtype};
+use crate::cpu::experts::{self as kernels, Choices, Order};
+use crate::cpu::gemm::{self, Epilogue, MatMut, MatRef};
+use crate::error::Result;
+use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+
+pub use crate::cpu::experts::{BalanceFactors, BalanceLosses, DROPPED, Gate, Router};
+
+/// The ways of the tokens of a micro-batch: m tokens, k choices each, of E experts.
+#[derive(Clone, Debug)]
+pub struct Routes {
+    /// f32, [m, k]: the weight of each choice.
+    pub weights: Tensor,
+    /// i32, [m, k]: the expert of each choice.
+    pub experts: Tensor,
+    /// i32, [m, k]: the row of each choice, or [`DROPPED`].
+    pub places: Tensor,
+    /// i32, [m k]: the token of each row, or [`DROPPED`] behind the last row.
+    pub tokens: Tensor,
+    /// i32, [E + 1]: the rows of expert e are `bounds[e]..bounds[e + 1]`.
+    pub bounds: Tensor,
+    /// i32, [E]: the choices of each expert, dropped ones included.
+    pub counts: Tensor,
+}
+
+/// Logits of a router in f32: x [m, d] and w [E, d] give [m, E]. Products of low precision are
+/// exact, and their sums are in f32.
+pub fn router_logits(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    const OP: &str = "router_logits";
+    same_dtype(OP, x, w)?;
+    let (m, n, k) = (x.rows(), w.rows(), x.last_dim());
+    ensure_shape!(w.shape().len() == 2 && w.last_dim() == k, OP, "input {} and weight {}", x.shape(), w.shape());
+    let mut y = x.empty_like([m, n], DType::F32)?;
+    let work = product_cost(m, n, k, &[x, w, &y]).on(x.dtype(), [m, n, k]);
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+        let w = MatRef::new(w.get::<T>(), n, k);
+        let y = MatMut::new(y.get_mut::<f32>(), m, n);
+        gemm::forward(cpu, MatRef::new(x.get::<T>(), m, k), w.into(), Epilogue::<T>::default(), y);
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// Routes tokens by their `logits` (f32, [m, E]). `bias` [E] changes which experts are chosen and
+/// no weight. With `capacity` each expert keeps so many rows, and later choices are dropped.
+pub fn route(logits: &Tensor, bias: Option<&Tensor>, router: &Router, capacity: Option<usize>) -> Result<Routes> {
+    const OP: &str = "route";
+    let (m, count, k) = (logits.rows(), logits.last_dim(), router.top_k);
+    let fits = logits.dtype() == DType::F32 && count == router.experts && (1..=count).contains(&k);
+    ensure_shape!(fits, OP, "{logits:?} for the best {k} of {} experts", router.experts);
+    if let Some(bias) = bias {
+        ensure_shape!(bias.elements() == count, OP, "a bias of {} for {count} experts", bias.shape());
+    }
+    let mut weights = logits.empty_like([m, k], DType::F32)?;
+    let ints = |shape: &[usize]| logits.empty_like(shape, DType::I32);
+    let (mut experts, mut places, mut tokens) = (ints(&[m, k])?, ints(&[m, k])?, ints(&[m * k])?);
+    let (mut bounds, mut counts) = (ints(&[count + 1])?, ints(&[count])?);
+    let work = Cost::new((8 + k) * m * count, logits.bytes() + 16 * m * k).on(DType::F32, [m, count, k]);
+    logits.device().launch(OP, work, |cpu| {
+        let bias = bias.map(values).transpose()?;
+        let choices = Choices { experts: experts.get_mut(), weights: weights.get_mut() };
+        kernels::choose(cpu, router, logits.get(), bias.as_deref(), choices);
+        let order = Order {
+            places: places.get_mut(),
+            tokens: tokens.get_mut(),
+            bounds: bounds.get_mut(),
+            counts: counts.get_mut(),
+        };
+        kernels::sort(experts.get(), k, capacity, order);
+        Ok(())
+    })?;
+    Ok(Routes { weights, experts, places, tokens, bounds, counts })
+}
+
+/// The values of a small tensor in f32.
+fn values(tensor: &Tensor) -> Result<Vec<f32>> {
+    by_float!("values", tensor.dtype(), T => Ok(tensor.get::<T>().iter().map(|x| crate::Element::to_f32(*x)).collect()))
+}
+
+/// The gradient of a router's logits [m, E] from that of the choices' weights [m, k].
+pub fn route_backward(
+    logits: &Tensor,
+    experts: &Tensor,
+    counts: &Tensor,
+    dweights: Option<&Tensor>,
+    router: &Router,
+    factors: BalanceFactors,
+) -> Result<Tensor> {
+    const OP: &str = "route_backward";
+    let (m, count) = (logits.rows(), logits.last_dim());
+    if let Some(dweights) = dweights {
+        let fits = dweights.dtype() == DType::F32 && dweights.elements() == experts.elements();
+        ensure_shape!(fits, OP, "{dweights:?} of choices {experts:?}");
+    }
+    let mut dlogits = logits.empty_like(*logits.shape(), DType::F32)?;
+    let work = Cost::new(20 * m * count, 2 * logits.bytes() + 2 * experts.bytes()).on(DType::F32, [m, count]);
+    logits.device().launch(OP, work, |cpu| {
+        let dweights = dweights.map(|dweights| dweights.get::<f32>());
+        let (logits, experts, counts) = (logits.get(), experts.get(), counts.get());
+        kernels::choose_backward(cpu, router, logits, experts, counts, dweights, factors, dlogits.get_mut());
+        Ok(())
+    })?;
+    Ok(dlogits)
+}
+
+/// `excess[e] (+)= counts[e] - mean`: by how many choices each expert is ahead of the mean.
+pub fn expert_excess(counts: &Tensor, excess: &mut Tensor, overwrite: bool) -> Result<()> {
+    const OP: &str = "expert_excess";
+    let fits = excess.dtype() == DType::F32 && excess.elements() == counts.elements();
+    ensure_shape!(fits, OP, "{excess:?} of counts {counts:?}");
+    let work = Cost::new(2 * counts.elements(), 2 * excess.bytes() + counts.bytes());
+    counts.device().launch(OP, work, |_| {
+        let counts = counts.get::<i32>();
+        let mean = counts.iter().map(|count| f64::from(*count)).sum::<f64>() / counts.len().max(1) as f64;
+        for (excess, count) in excess.get_mut::<f32>().iter_mut().zip(counts) {
+            let before = if overwrite { 0.0 } else { *excess };
+            *excess = before + (f64::from(*count) - mean) as f32;
+        }
+        Ok(())
+    })
+}
+
+/// Row `tokens[i]` of x [m, d] as row i, zeros for [`DROPPED`]: [r, d].
+pub fn gather_rows(x: &Tensor, tokens: &Tensor) -> Result<Tensor> {
+    const OP: &str = "gather_rows";
+    let (rows, dim) = (tokens.elements(), x.last_dim());
+    ensure_shape!(tokens.dtype() == DType::I32, OP, "{tokens:?} of {x:?}");
+    let mut y = x.empty_like([rows, dim], x.dtype())?;
+    let work = Cost::new(0, 2 * y.bytes()).on(x.dtype(), [rows, dim]);
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+        kernels::gather_rows(cpu, dim, x.get::<T>(), tokens.get(), y.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// `residual[t] + Σ_j weights[t, j] rows[places[t, j]]` for m tokens: rows [r, d], places and weights
+/// [m, k], result [m, d]. All weights are 1 where none are given: the backward of [`gather_rows`].
+pub fn combine_rows(
+    rows: &Tensor,
+    places: &Tensor,
+    weights: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    const OP: &str = "combine_rows";
+    let (m, k, dim) = (places.rows(), places.last_dim(), rows.last_dim());
+    ensure_shape!(places.dtype() == DType::I32 && places.shape().len() == 2, OP, "{rows:?} at {places:?}");
+    if let Some(weights) = weights {
+        let fits = weights.dtype() == DType::F32 && weights.elements() == m * k;
+        ensure_shape!(fits, OP, "{weights:?} at {places:?}");
+    }
+    if let Some(residual) = residual {
+        same_dtype(OP, rows, residual)?;
+        ensure_shape!(residual.elements() == m * dim, OP, "residual {residual:?} of {rows:?} at {places:?}");
+    }
+    let mut y = rows.empty_like([m, dim], rows.dtype())?;
+    let adds = 1 + usize::from(weights.is_some());
+    let row_bytes = dim * rows.dtype().size();
+    let moved = (k + 1 + usize::from(residual.is_some())) * m * row_bytes;
+    let work = Cost::new(adds * m * k * dim, moved).on(rows.dtype(), [m, k, dim]);
+    by_float!(OP, rows.dtype(), T => rows.device().launch(OP, work, |cpu| {
+        let (weights, residual) = (weights.map(|w| w.get::<f32>()), residual.map(|r| r.get::<T>()));
+        kernels::combine(cpu, dim, rows.get::<T>(), places.get(), weights, residual, y.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// The gradients of `rows` and of `weights` (f32) from that of the result of [`combine_rows`].
+pub fn combine_rows_backward(
+    dy: &Tensor,
+    rows: &Tensor,
+    places: &Tensor,
+    weights: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "combine_rows_backward";
+    same_dtype(OP, dy, rows)?;
+    let (m, k, dim) = (places.rows(), places.last_dim(), rows.last_dim());
+    let fits = dy.elements() == m * dim && weights.elements() == m * k;
+    ensure_shape!(fits, OP, "{dy:?} with {weights:?} at {places:?}");
+    let mut drows = rows.empty_like(*rows.shape(), rows.dtype())?;
+    let mut dweights = weights.empty_like(*weights.shape(), DType::F32)?;
+    let work = Cost::new(3 * m * k * dim, dy.bytes() + 2 * drows.bytes()).on(rows.dtype(), [m, k, dim]);
+    by_float!(OP, rows.dtype(), T => rows.device().launch(OP, work, |cpu| {
+        let (places, drows) = (places.get::<i32>(), drows.get_mut::<T>());
+        // Rows that are nobody's lie behind all others.
+        let kept = places.iter().filter(|place| **place != DROPPED).count();
+        drows[kept * dim..].fill(T::default());
+        let (rows, dweights) = (rows.get::<T>(), dweights.get_mut());
+        kernels::combine_backward(cpu, dim, dy.get::<T>(), rows, places, weights.get(), drows, dweights);
+        Ok(())
+    })?);
+    Ok((drows, dweights))
+}
+
+/// The bounds of groups as numbers of rows, and the last.
+fn bounds_of(bounds: &Tensor) -> (Vec<usize>, usize) {
+    let bounds: Vec<usize> = bounds.get::<i32>().iter().map(|bound| usize::try_from(*bound).unwrap_or(0)).collect();
+    let end = bounds.last().copied().unwrap_or(0);
+    (bounds, end)
+}
+
+/// The groups of a ragged product, once its operands are seen to fit together.
+fn checked_groups(op: &'static str, rows: &Tensor, w: &[usize; 2], bounds: &Tensor) -> Result<usize> {
+    let groups = bounds.elements().saturating_sub(1);
+    let fits = bounds.dtype() == DType::I32 && groups > 0 && w[0].is_multiple_of(groups);
+    ensure_shape!(fits, op, "{rows:?} in groups {bounds:?} with weights of {} rows", w[0]);
+    Ok(groups)
+}
+
+/// `x w[e]ᵀ` for the rows of each group e: x [r, k], w [G n, k], bounds i32 [G + 1], result [r, n].
+/// Rows behind the last bound are zeros. The cost is that of all r rows.
+pub fn ragged_linear(x: &Tensor, w: &Tensor, bounds: &Tensor) -> Result<Tensor> {
+    const OP: &str = "ragged_linear";
+    same_dtype(OP, x, w)?;
+    let groups = checked_groups(OP, x, &[w.rows(), w.last_dim()], bounds)?;
+    let (r, n, k) = (x.rows(), w.rows() / groups, x.last_dim());
+    ensure_shape!(w.last_dim() == k, OP, "input {} and weight {}", x.shape(), w.shape());
+    let mut y = x.empty_like([r, n], x.dtype())?;
+    let work = product_cost(r, n, k, &[x, w, &y]).on(x.dtype(), [r, n, k, groups]);
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+        let (bounds, end) = bounds_of(bounds);
+        let y = y.get_mut::<T>();
+        y[end * n..].fill(T::default());
+        let (x, w) = (MatRef::new(x.get::<T>(), r, k), MatRef::new(w.get::<T>(), groups * n, k));
+        gemm::grouped_forward(cpu, x, w, &bounds, MatMut::new(y, r, n));
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// `dy w[e]` for the rows of each group e: dy [r, n], w [G n, k], result [r, k], zeros behind the
+/// last bound.
+pub fn ragged_input_gradient(dy: &Tensor, w: &Tensor, bounds: &Tensor) -> Result<Tensor> {
+    const OP: &str = "ragged_input_gradient";
+    same_dtype(OP, dy, w)?;
+    let groups = checked_groups(OP, dy, &[w.rows(), w.last_dim()], bounds)?;
+    let (r, n, k) = (dy.rows(), dy.last_dim(), w.last_dim());
+    ensure_shape!(w.rows() == groups * n, OP, "gradient {} and weight {}", dy.shape(), w.shape());
+    let mut dx = dy.empty_like([r, k], dy.dtype())?;
+    let work = product_cost(r, n, k, &[dy, w, &dx]).on(dy.dtype(), [r, n, k, groups]);
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+        let (bounds, end) = bounds_of(bounds);
+        let dx = dx.get_mut::<T>();
+        dx[end * k..].fill(T::default());
+        let (dy, w) = (MatRef::new(dy.get::<T>(), r, n), MatRef::new(w.get::<T>(), groups * n, k));
+        gemm::grouped_input_gradient(cpu, dy, w, &bounds, MatMut::new(dx, r, k));
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+/// `dw[e] (+)= dyᵀ x` over the rows of each group e, in f32: dy [r, n], x [r, k], dw [G n, k].
+pub fn ragged_weight_gradient(dy: &Tensor, x: &Tensor, bounds: &Tensor, dw: GradientSlot<'_>) -> Result<()> {
+    const OP: &str = "ragged_weight_gradient";
+    same_dtype(OP, dy, x)?;
+    let (r, n, k) = (dy.rows(), dy.last_dim(), x.last_dim());
+    let groups = checked_groups(OP, dy, &[bounds.elements().saturating_sub(1) * n, k], bounds)?;
+    ensure_shape!(x.rows() == r, OP, "gradient {} and input {}", dy.shape(), x.shape());
+    let slot = Some(dw);
+    check_slot(OP, &slot, groups * n * k)?;
+    let Some((dw, overwrite)) = slot else { return Ok(()) };
+    let work = Cost::new(2 * r * n * k, dy.bytes() + x.bytes() + dw.bytes()).on(dy.dtype(), [r, n, k, groups]);
+    let work = work.variant(if overwrite { "" } else { "adding" });
+    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+        let (bounds, _) = bounds_of(bounds);
+        let (dy, x) = (MatRef::new(dy.get::<T>(), r, n), MatRef::new(x.get::<T>(), r, k));
+        gemm::grouped_weight_gradient(cpu, dy, x, &bounds, dw.get_mut::<f32>(), accumulate_mode(overwrite));
+        Ok(())
+    })?);
+    Ok(())
+}
