@@ -8,7 +8,7 @@ use crate::rope::RopeTables;
 use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
 use crate::unit::{Forward, Unit};
-use crate::units::{Block, Embedding, Head};
+use crate::units::{Embedding, Head};
 use crate::{ModelError, Result};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -42,14 +42,14 @@ impl Model {
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let rope = RopeTables::new(&spec).map(Arc::new);
         let (mut embedding, mut head) = (Embedding::new(&spec), Head::new(&spec, spec.layers as u32 + 1));
-        let mut blocks: Vec<Block> = (0..spec.layers).map(|layer| Block::new(&spec, layer, rope.clone())).collect();
         if let Some(division) = &division {
             embedding = embedding.split(division)?;
-            blocks = blocks.into_iter().map(|block| block.split(division)).collect::<Result<_>>()?;
             head = head.split(division)?;
         }
         let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
-        units.extend(blocks.into_iter().map(|block| Box::new(block) as Box<dyn Unit>));
+        for layer in 0..spec.layers {
+            units.push(spec.family.block(&spec, layer, rope.clone(), division.as_ref())?);
+        }
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
         Ok(Model { spec: Some(spec), division, units, vocab_size, positions_max })
