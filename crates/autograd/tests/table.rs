@@ -11,7 +11,7 @@ use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
-use trainyard_tensor::ops::experts::{BalanceFactors, Gate, Router};
+use trainyard_tensor::ops::experts::{BalanceFactors, EXCESS_UNIT, Gate, Router};
 use trainyard_tensor::ops::{HeadLayout, Segments, TablePart};
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -168,7 +168,7 @@ fn the_bias_of_a_router_takes_what_experts_are_ahead_and_changes_no_gradient() {
     let (without, counts, none) = run(None);
     let (with, same_counts, excess) = run(Some([0.0; 4]));
     assert_eq!((&with, &same_counts, none), (&without, &counts, None));
-    let ahead: Vec<f32> = counts.iter().map(|count| *count as f32 - 4.5).collect();
+    let ahead: Vec<f32> = counts.iter().map(|count| (*count as f32 - 4.5) * EXCESS_UNIT).collect();
     assert_eq!(excess, Some(ahead));
     let (_, counts, _) = run(Some([0.0, 5.0, 0.0, -5.0]));
     assert_eq!((counts[1], counts[3]), (9, 0));

@@ -102,6 +102,8 @@ config! {
     run: RunSection,
     /// The model.
     model: ModelSection,
+    /// Experts in the place of MLPs.
+    experts: ExpertsSection,
     /// The tokenizer.
     tokenizer: TokenizerSection,
     /// Corpora.

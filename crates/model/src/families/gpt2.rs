@@ -95,6 +95,7 @@ impl Definition for Gpt2 {
             mlp_bias: true,
             qk_norm: false,
             tie_embeddings: true,
+            experts: None,
             rope: None,
             sliding_window: None,
             sliding_layers: None,
@@ -117,6 +118,9 @@ impl Definition for Gpt2 {
         }
         if spec.qk_norm {
             return refuse("qk_norm", "family gpt2 has none; use family llama");
+        }
+        if spec.experts.is_some() {
+            return refuse("experts", "family gpt2 has none; use family mixtral, qwen3_moe or dots1");
         }
         Ok(())
     }

@@ -19,17 +19,17 @@ const MISTRAL: Class = Class { model_type: "mistral", architecture: "MistralForC
 const QWEN2: Class = Class { model_type: "qwen2", architecture: "Qwen2ForCausalLM" };
 const QWEN3: Class = Class { model_type: "qwen3", architecture: "Qwen3ForCausalLM" };
 
-const QKV_WEIGHT: &[&str] = &[
+pub(super) const QKV_WEIGHT: &[&str] = &[
     "model.layers.{}.self_attn.q_proj.weight",
     "model.layers.{}.self_attn.k_proj.weight",
     "model.layers.{}.self_attn.v_proj.weight",
 ];
-const QKV_BIAS: &[&str] = &[
+pub(super) const QKV_BIAS: &[&str] = &[
     "model.layers.{}.self_attn.q_proj.bias",
     "model.layers.{}.self_attn.k_proj.bias",
     "model.layers.{}.self_attn.v_proj.bias",
 ];
-const UP_WEIGHT: &[&str] = &["model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"];
+pub(super) const UP_WEIGHT: &[&str] = &["model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"];
 const UP_BIAS: &[&str] = &["model.layers.{}.mlp.gate_proj.bias", "model.layers.{}.mlp.up_proj.bias"];
 
 const PARAMETERS: &[Row] = &[
@@ -127,6 +127,9 @@ impl Definition for Llama {
     fn validate(&self, spec: &ModelSpec) -> Result<()> {
         if spec.activation != Activation::Silu {
             return refuse("activation", "family llama gates with silu");
+        }
+        if spec.experts.is_some() {
+            return refuse("experts", "family llama has none; use family mixtral, qwen3_moe or dots1");
         }
         validate(spec)
     }

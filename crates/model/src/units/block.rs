@@ -1,6 +1,7 @@
 //! A transformer block (Vaswani et al. 2017) with the norms before its halves:
 //! `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
+use super::experts::Experts;
 use super::norm::Norm;
 use crate::Result;
 use crate::families::{MlpKind, Parameters};
@@ -33,9 +34,7 @@ pub struct Block {
     heads: HeadLayout,
     attention: AttentionSpec,
     out: Linear,
-    up: Linear,
     mlp: Mlp,
-    down: Linear,
     dropout: f32,
     split: Option<SplitBlock>,
 }
@@ -55,12 +54,13 @@ struct Linear {
     bias: Option<ParamId>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 enum Mlp {
-    /// `up` gives [m, 2 f], gate first.
-    Gated,
-    /// `up` gives [m, f] and applies this.
-    Plain(Activation),
+    /// Without an activation `up` gives [m, 2 f], gate first; with one it gives [m, f] and applies
+    /// it.
+    Dense { up: Linear, activation: Option<Activation>, down: Linear },
+    /// A mixture of experts.
+    Experts(Experts),
 }
 
 impl Block {
@@ -83,18 +83,24 @@ impl Block {
             weight: parameters.residual_matrix("attn.out.weight", [dim, q]),
             bias: parameters.bias(spec.o_bias, "attn.out.bias", dim),
         };
-        let down = Linear {
+        let experts = spec.experts_of(layer);
+        let down = experts.is_none().then(|| Linear {
             weight: parameters.residual_matrix("mlp.down.weight", [dim, ffn_dim]),
             bias: parameters.bias(spec.mlp_bias, "mlp.down.bias", dim),
-        };
+        });
         let norm2 = Norm::new(&mut parameters, "norm2");
-        let (mlp, rows) = match spec.family.form().mlp {
-            MlpKind::Gated => (Mlp::Gated, 2 * ffn_dim),
-            MlpKind::Plain => (Mlp::Plain(activation(spec.activation)), ffn_dim),
+        let (activation, rows) = match spec.family.form().mlp {
+            MlpKind::Gated => (None, 2 * ffn_dim),
+            MlpKind::Plain => (Some(activation(spec.activation)), ffn_dim),
         };
-        let up = Linear {
-            weight: parameters.matrix("mlp.up.weight", [rows, dim]),
-            bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows),
+        let mlp = match (experts, down) {
+            (Some(experts), _) => Mlp::Experts(Experts::new(&mut parameters, experts)),
+            (None, Some(down)) => {
+                let weight = parameters.matrix("mlp.up.weight", [rows, dim]);
+                let up = Linear { weight, bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows) };
+                Mlp::Dense { up, activation, down }
+            }
+            (None, None) => unreachable!("a block without experts has its MLP"),
         };
 
         Block {
@@ -111,9 +117,7 @@ impl Block {
                 ..AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim)
             },
             out,
-            up,
             mlp,
-            down,
             dropout: spec.dropout as f32,
             split: None,
         }
@@ -128,6 +132,9 @@ impl Block {
         self.heads = division.heads();
         let HeadLayout { heads, kv_heads, .. } = self.heads;
         self.attention = AttentionSpec { heads, kv_heads, ..self.attention };
+        if let Mlp::Experts(experts) = &mut self.mlp {
+            experts.split(place.ranks);
+        }
         Ok(self)
     }
 
@@ -151,14 +158,19 @@ impl Block {
         }
     }
 
-    /// The MLP over the normed input, before the product that ends it: [m, f].
-    fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
-        match self.mlp {
-            Mlp::Plain(activation) => self.up.forward(tape, &h, activation, None),
-            Mlp::Gated => {
-                let gate_up = self.up.forward(tape, &h, Activation::None, None)?;
+    /// The MLP over the normed input, with the residual stream added: [m, d].
+    fn mlp(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, h: Var, x: &Var) -> Result<Var> {
+        match &self.mlp {
+            Mlp::Dense { down, .. } => {
+                let h = self.mlp.widen(tape, h)?;
+                self.rejoin(tape, cx, *down, &h, x)
+            }
+            Mlp::Experts(experts) if self.dropout == 0.0 || !cx.training => experts.forward(tape, cx, &h, Some(x)),
+            Mlp::Experts(experts) => {
+                let y = experts.forward(tape, cx, &h, None)?;
                 drop(h);
-                Ok(tape.swiglu(&gate_up)?)
+                let y = tape.dropout(&y, self.dropout, true)?;
+                Ok(tape.add(x, &y)?)
             }
         }
     }
@@ -174,9 +186,9 @@ impl Block {
     }
 
     /// `x + dropout(y + bias)`, where y is the sum of all ranks' products.
-    fn rejoin_sum(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, linear: Linear, y: &Var, x: &Var) -> Result<Var> {
+    fn rejoin_sum(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, bias: Option<ParamId>, y: &Var, x: &Var) -> Result<Var> {
         let mut y = y.clone();
-        if let Some(bias) = linear.bias {
+        if let Some(bias) = bias {
             y = tape.add_bias(&y, bias)?;
         }
         if let Some(split) = &self.split {
@@ -214,6 +226,16 @@ fn segments(residual: Layout) -> Segments {
             segment("output", vec![5, 9], vec![10]),
         ],
         exchanges: [(1, 2), (3, 4), (6, 7), (8, 9)].map(|(from, to)| Exchange { from, to }).into(),
+    }
+}
+
+impl Mlp {
+    /// A dense MLP before the product that ends it: [m, f].
+    fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
+        let Mlp::Dense { up, activation, .. } = self else { return Ok(h) };
+        let wide = up.forward(tape, &h, activation.unwrap_or_default(), None)?;
+        drop(h);
+        if activation.is_some() { Ok(wide) } else { Ok(tape.swiglu(&wide)?) }
     }
 }
 
@@ -258,15 +280,27 @@ impl Unit for Block {
                 Ok(vec![self.out.product(tape, &heads)?])
             }
             (2, [x, sum]) => {
-                let x = self.rejoin_sum(tape, cx, self.out, sum, x)?;
+                let x = self.rejoin_sum(tape, cx, self.out.bias, sum, x)?;
                 let h = self.norm[1].forward(tape, &x)?;
                 Ok(vec![x, h])
             }
             (3, [h]) => {
-                let wide = self.widen(tape, h.clone())?;
-                Ok(vec![self.down.product(tape, &wide)?])
+                let y = match &self.mlp {
+                    Mlp::Dense { down, .. } => {
+                        let wide = self.mlp.widen(tape, h.clone())?;
+                        down.product(tape, &wide)?
+                    }
+                    Mlp::Experts(experts) => experts.forward(tape, cx, h, None)?,
+                };
+                Ok(vec![y])
             }
-            (4, [x, sum]) => Ok(vec![self.rejoin_sum(tape, cx, self.down, sum, x)?]),
+            (4, [x, sum]) => {
+                let bias = match &self.mlp {
+                    Mlp::Dense { down, .. } => down.bias,
+                    Mlp::Experts(_) => None,
+                };
+                Ok(vec![self.rejoin_sum(tape, cx, bias, sum, x)?])
+            }
             _ => Err(no_segment(&self.name, segment, takes.len())),
         }
     }
@@ -282,8 +316,7 @@ impl Unit for Block {
             self.rejoin(tape, cx, self.out, &h, x)?
         };
         let h = self.norm[1].forward(tape, &x)?;
-        let h = self.widen(tape, h)?;
-        self.rejoin(tape, cx, self.down, &h, &x)
+        self.mlp(tape, cx, h, &x)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::cpu::gemm::{self, Epilogue, MatMut, MatRef};
 use crate::error::Result;
 use crate::{Cost, DType, Tensor, by_float, ensure_shape};
 
-pub use crate::cpu::experts::{BalanceFactors, BalanceLosses, DROPPED, Gate, Router};
+pub use crate::cpu::experts::{BalanceFactors, BalanceLosses, DROPPED, Gate, Router, balance_losses};
 
 /// The ways of the tokens of a micro-batch: m tokens, k choices each, of E experts.
 #[derive(Clone, Debug)]
@@ -110,7 +110,11 @@ pub fn route_backward(
     Ok(dlogits)
 }
 
-/// `excess[e] (+)= counts[e] - mean`: by how many choices each expert is ahead of the mean.
+/// The unit of [`expert_excess`]. It stands among gradients, in whose norm it is nothing.
+pub const EXCESS_UNIT: f32 = 1.0 / (1u128 << 80) as f32;
+
+/// `excess[e] (+)= (counts[e] - mean) EXCESS_UNIT`: by how many choices each expert is ahead of the
+/// mean.
 pub fn expert_excess(counts: &Tensor, excess: &mut Tensor, overwrite: bool) -> Result<()> {
     const OP: &str = "expert_excess";
     let fits = excess.dtype() == DType::F32 && excess.elements() == counts.elements();
@@ -121,7 +125,7 @@ pub fn expert_excess(counts: &Tensor, excess: &mut Tensor, overwrite: bool) -> R
         let mean = counts.iter().map(|count| f64::from(*count)).sum::<f64>() / counts.len().max(1) as f64;
         for (excess, count) in excess.get_mut::<f32>().iter_mut().zip(counts) {
             let before = if overwrite { 0.0 } else { *excess };
-            *excess = before + (f64::from(*count) - mean) as f32;
+            *excess = before + (f64::from(*count) - mean) as f32 * EXCESS_UNIT;
         }
         Ok(())
     })

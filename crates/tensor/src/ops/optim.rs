@@ -7,7 +7,7 @@
 use crate::cpu::optim as kernels;
 use crate::cpu::reduce;
 use crate::error::{Result, TensorError};
-use crate::{Computes, Cost, DType, Device, On, Tensor, bf16, cuda, ensure_shape, f16};
+use crate::{Computes, Cost, DType, Device, Element, On, Tensor, bf16, cuda, ensure_shape, f16};
 
 pub use crate::cpu::muon::{Muon, MuonScale};
 pub use kernels::{Adafactor, AdamW, Decay, Lion, Sgd, StepSize};
@@ -114,6 +114,24 @@ pub fn lion(hyper: Lion, operands: OptimizerOperands<'_>, momentum: &mut Tensor)
     let scale = operands.gradient_scale;
     with_copy!(OP, operands, cost, cuda: |gpu| cuda::lion(gpu, hyper, &operands, momentum), cpu: |cpu, master, gradient, copy| {
         kernels::lion(cpu, hyper, scale, master, gradient, momentum.get_mut::<f32>(), copy)
+    })
+}
+
+/// `master -= rate sign(gradient)`: the step of a bias that balances experts (Wang et al. 2024). A
+/// gradient of 0 moves nothing. On the CPU only.
+pub fn sign_step(rate: f32, operands: OptimizerOperands<'_>) -> Result<()> {
+    const OP: &str = "sign_step";
+    let cost = operands.check(OP, &[])?;
+    let not_there = || TensorError::NotImplemented { device: "cuda", op: OP };
+    with_copy!(OP, operands, cost, cuda: |_gpu| Err(not_there()), cpu: |_cpu, master, gradient, copy| {
+        for (master, gradient) in master.iter_mut().zip(gradient) {
+            if *gradient != 0.0 {
+                *master -= rate * gradient.signum();
+            }
+        }
+        if let Some(copy) = copy {
+            copy.iter_mut().zip(master.iter()).for_each(|(copy, master)| *copy = Element::from_f32(*master));
+        }
     })
 }
 

@@ -286,24 +286,22 @@ pub(super) fn run<T: Element, S: Sink>(rung: Rung, cpu: &Cpu, products: &[Produc
         return super::amx::products(cpu, products);
     }
     let threads = threads_each(cpu, count);
-    let mut total = 0;
-    let cut = |product| {
-        let Product { shape, .. } = product;
-        let cut = Cut::new(rung, *shape, threads);
+    let (mut total, mut cuts) = (0, Vec::with_capacity(count));
+    for product in products.iter().filter(present) {
+        let cut = Cut::new(rung, product.shape, threads);
         total += cut.row_tasks * cut.col_tasks;
-        (product, cut, total)
-    };
-    let cuts: Vec<(&Product<'_, T, &S>, Cut, usize)> = products.iter().filter(present).map(cut).collect();
+        cuts.push((product, cut, total));
+    }
     cpu.threads.for_each(total, |task| {
-        let number = cuts.partition_point(|(.., end)| *end <= task);
+        let number = cuts.partition_point(|(_, _, end)| *end <= task);
         let (product, cut, end) = &cuts[number];
         let task = task + cut.row_tasks * cut.col_tasks - end;
-        let Product { shape: (m, n, k), left, right, sink } = product;
+        let Product { shape: (m, n, k), left, right, sink } = **product;
         let row = task % cut.row_tasks * cut.task_rows;
         let col = task / cut.row_tasks * cut.task_cols;
         let mut workspace = WORKSPACE.take();
-        let part = Part { row, rows: cut.task_rows.min(m - row), col, cols: cut.task_cols.min(n - col), k: *k };
-        run_task(rung, cpu.isa, cut, part, *left, *right, *sink, &mut workspace);
+        let part = Part { row, rows: cut.task_rows.min(m - row), col, cols: cut.task_cols.min(n - col), k };
+        run_task(rung, cpu.isa, cut, part, left, right, sink, &mut workspace);
         WORKSPACE.set(workspace);
     });
 }
