@@ -168,7 +168,9 @@ fn measure(
         command.arg(binary).args(["launch", "--nnodes", "2", "--node-rank", &node.to_string()]);
         command.args(["--nproc-per-node", &ranks.to_string(), "--master-addr", &address(0), "--master-port", "29400"]);
         command.args(["train", "slow.toml", "--set", &format!("training.steps={steps}")]);
-        sets.iter().for_each(|set| drop(command.args(["--set", set])));
+        for set in sets {
+            command.args(["--set", set]);
+        }
         command.args(["--set", &format!("parallel.data_parallel_replicate_degree={}", 2 * ranks)]);
         command.args(["--set", &format!("training.global_batch_size={}", 2 * ranks)]);
         Ok(command.current_dir(folder).spawn()?)
