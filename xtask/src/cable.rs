@@ -1,4 +1,5 @@
-//! Two hosts on one machine: network namespaces that a virtual cable (veth) joins, whose rate `tc … tbf`
+//! Two hosts on one machine: network namespaces that a virtual cable (veth) joins, whose rate `tc …
+//! tbf`
 //! limits. It needs root on Linux, and the programs `ip` and `tc` (iproute2).
 
 use std::process::{Command, Stdio};

@@ -1,5 +1,6 @@
 //! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
-//! equality | exports | gpu | overlap | pictures | slow-links | soak | traces | validate | verdicts`.
+//! equality | exports | gpu | overlap | pictures | slow-links | soak | traces | validate |
+//! verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls

@@ -1,9 +1,11 @@
 //! `cargo xtask slow-links`: training over a slow cable, by every way of sending less.
 //!
-//! Two hosts (network namespaces, see [`crate::cable`]) of one or two ranks train one model over TCP.
+//! Two hosts (network namespaces, see [`crate::cable`]) of one or two ranks train one model over
+//! TCP.
 //! Measured are the seconds and the bytes of a step: gradients as they are, added up inside a host
 //! first, encoded by each codec, and replicas that meet once in many steps. `--peer` names a Python
-//! that has torch, and then PyTorch's own ways run over the same cable by gloo: plain DDP, its PowerSGD
+//! that has torch, and then PyTorch's own ways run over the same cable by gloo: plain DDP, its
+//! PowerSGD
 //! hook, and a plain DiLoCo loop.
 
 use std::fs;

@@ -84,7 +84,8 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                 })
                 .collect()
         }
-        // Two ranks' chunks of a sequence in four, gathered rank after rank, with documents that end
+        // Two ranks' chunks of a sequence in four, gathered rank after rank, with documents that
+        // end
         // inside chunks.
         "context_attention" => {
             let gathered = vec![0..3, 9..12, 3..6, 6..9];

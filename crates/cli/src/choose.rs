@@ -1,5 +1,6 @@
 //! The ways of running a configuration on this machine: [`trainyard_plan::here`] lists and chooses
-//! them, and what it asks is answered here, by resolving, lowering, pricing and trying configurations.
+//! them, and what it asks is answered here, by resolving, lowering, pricing and trying
+//! configurations.
 //! `trainyard train --plan auto` chooses among them, and `trainyard plan c.toml` shows them.
 
 use crate::commands::config::{resolve, resolve_for};

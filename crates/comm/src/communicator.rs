@@ -22,7 +22,8 @@ use xxhash_rust::xxh3::xxh3_64;
 /// The longest time for which ranks wait for each other unless told otherwise.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(300);
 
-/// Sums of fewer bytes are exchanged by all ranks at once, also where [nodes](Communicator::sum_by_nodes)
+/// Sums of fewer bytes are exchanged by all ranks at once, also where
+/// [nodes](Communicator::sum_by_nodes)
 /// are to be used: their time is latency, and there are three exchanges by nodes instead of one.
 pub const BY_NODES_BYTES_MIN: usize = 64 << 10;
 
@@ -127,10 +128,14 @@ impl Communicator {
         self.parts().for_each(|part| part.set_deadline(deadline));
     }
 
-    /// Lets large all-reduces, here and on communicators that are split off from now on, go by nodes:
-    /// a sum is scattered inside each node, then added up between nodes, then gathered inside. The bits
-    /// are those of one exchange between all ranks, and the bytes between nodes are fewer by the number
-    /// of ranks in a node. Groups whose nodes do not hold the same power of two of neighbouring ranks
+    /// Lets large all-reduces, here and on communicators that are split off from now on, go by
+    /// nodes:
+    /// a sum is scattered inside each node, then added up between nodes, then gathered inside. The
+    /// bits
+    /// are those of one exchange between all ranks, and the bytes between nodes are fewer by the
+    /// number
+    /// of ranks in a node. Groups whose nodes do not hold the same power of two of neighbouring
+    /// ranks
     /// keep the single exchange. All ranks call this together.
     ///
     /// # Errors

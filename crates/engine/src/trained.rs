@@ -210,7 +210,8 @@ fn load_frozen(rank: &mut Rank, config: &Config, note: &mut impl FnMut(&str)) ->
 }
 
 /// Loads the weights of a Hugging Face folder into `rank`, which reads only the parts that it
-/// holds. Adapters are those of the folder `adapter`, or begin anew. Returns notes on tensors of the
+/// holds. Adapters are those of the folder `adapter`, or begin anew. Returns notes on tensors of
+/// the
 /// folder that were not used.
 pub(crate) fn load_weights(rank: &mut Rank, folder: &Path, adapter: Option<&Path>) -> Result<Vec<String>> {
     // Files of weights have no adapters.

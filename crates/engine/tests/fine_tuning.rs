@@ -1,4 +1,5 @@
-//! Frozen parameters and adapters on the engine: the same training in every layout, no state for what
+//! Frozen parameters and adapters on the engine: the same training in every layout, no state for
+//! what
 //! is not trained, and memory as predicted.
 
 #[path = "common/train.rs"]

@@ -218,7 +218,8 @@ impl Model {
         UnitLayout::new(self.units[unit].parameters(), shards)
     }
 
-    /// Checks a batch against this model's vocabulary and positions and copies it to the device: all
+    /// Checks a batch against this model's vocabulary and positions and copies it to the device:
+    /// all
     /// of it, or the part of this rank of a context-parallel group.
     pub fn batch(&self, device: &Device, slices: &BatchSlices<'_>) -> Result<Batch> {
         Batch::of_part(device, slices, self.vocab_size, self.positions_max, self.context)

@@ -116,7 +116,8 @@ pub trait Unit: Send + Sync {
 }
 
 /// A unit whose compute is split over the ranks of a tensor-parallel group, of a context-parallel
-/// group, or of both, as a chain of segments. A segment is local compute on named values; between two segments ranks exchange.
+/// group, or of both, as a chain of segments. A segment is local compute on named values; between
+/// two segments ranks exchange.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Segments {
     /// The values that segments take and give, and their layouts over the groups. The last one is

@@ -1,5 +1,6 @@
 //! Times the products of eight experts, of which each token goes to two, against dense products of
-//! the same FLOPs, in turn: `bench_ragged [f32|bf16] [TOKENS] [SECONDS]`. Experts have 0.4 to 1.6 of
+//! the same FLOPs, in turn: `bench_ragged [f32|bf16] [TOKENS] [SECONDS]`. Experts have 0.4 to 1.6
+//! of
 //! the mean's rows.
 
 use std::time::Instant;

@@ -39,7 +39,8 @@ impl Tape<'_> {
         residual.map_or(Ok(y.clone()), |residual| self.add(&y, residual))
     }
 
-    /// `scale (x aᵀ) bᵀ + residual`: x [m, k], residual and result [m, n]. [`Tape::linear`] calls it
+    /// `scale (x aᵀ) bᵀ + residual`: x [m, k], residual and result [m, n]. [`Tape::linear`] calls
+    /// it
     /// for weights that have an adapter.
     pub fn low_rank(&mut self, x: &Var, residual: Option<&Var>, adapter: Adapter) -> Result<Var> {
         let (down, up) = (self.parameter(adapter.a)?.value, self.parameter(adapter.b)?.value);

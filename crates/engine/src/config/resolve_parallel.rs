@@ -247,7 +247,8 @@ impl Resolver {
         (degree, self.settle("parallel.sequence_parallel", &section.sequence_parallel, true, because))
     }
 
-    /// The replicate degree and the shard degree, with `stages` pipeline stages, `context` ranks that
+    /// The replicate degree and the shard degree, with `stages` pipeline stages, `context` ranks
+    /// that
     /// share every sequence and `tensor` ranks that share every product.
     fn degrees(
         &mut self,

@@ -74,7 +74,8 @@ section! {
         /// Send data between ranks with checksums, so that damaged data end the run. Costs one more
         /// pass over the data at each end.
         verify: bool = false;
-        /// Add gradients up inside each host before they travel between hosts, where every host holds the
+        /// Add gradients up inside each host before they travel between hosts, where every host
+        /// holds the
         /// same power of two of replicas, one after the other. Changes no bit.
         #[elsewhere("hierarchical_allreduce")]
         hierarchical_sums: bool = true;

@@ -61,7 +61,8 @@ use trainyard_tensor::{Computes, DType, Device, Tensor};
 pub struct Rank {
     device: Device,
     model: Model,
-    /// The same model without divided rows and sequences, for evaluation and generation; None if it is the same.
+    /// The same model without divided rows and sequences, for evaluation and generation; None if it
+    /// is the same.
     undivided: Option<Model>,
     /// The parameters.
     pub parameters: ParameterState,

@@ -86,7 +86,8 @@ pub struct AfterBackward {
 #[derive(Clone)]
 struct FreshSum {
     flat: Tensor,
-    /// Per parameter, true once its gradient has been written, or if it has none. The first contribution overwrites,
+    /// Per parameter, true once its gradient has been written, or if it has none. The first
+    /// contribution overwrites,
     /// so nothing needs zeroing.
     written: Vec<bool>,
     /// The last micro-batch in it.

@@ -128,7 +128,8 @@ impl Holding {
         self.shard * layout.shard_elements()..(self.shard + 1) * layout.shard_elements()
     }
 
-    /// The elements of a unit's gradient whose sum over the data ranks the rank has: its own, or all
+    /// The elements of a unit's gradient whose sum over the data ranks the rank has: its own, or
+    /// all
     /// if nothing is sharded.
     pub(crate) fn summed(&self, layout: &UnitLayout) -> Range<usize> {
         self.range(self.placement.masters, layout)

@@ -50,7 +50,8 @@ impl Layout {
     }
 
     /// True if both layouts sum in the same order, for a model whose embedding and head share
-    /// nothing: they divide a batch among as many ranks, and sequences and products in the same way.
+    /// nothing: they divide a batch among as many ranks, and sequences and products in the same
+    /// way.
     pub fn shares_bits_with(&self, other: &Layout) -> bool {
         let parts = |layout: &Layout| (layout.replicate * layout.shard, layout.context, layout.tensor, layout.sequence);
         parts(self) == parts(other)

@@ -1,4 +1,5 @@
-//! The cost of each segment of the units of one rank of a tensor-parallel or context-parallel group.
+//! The cost of each segment of the units of one rank of a tensor-parallel or context-parallel
+//! group.
 //!
 //! Segments run one after the other on a device without data. In the place of an exchange the value
 //! is made in the shape that it has afterwards. A unit that is not split counts as one segment.

@@ -2,7 +2,8 @@
 //! each, in turn, to find the fastest. Whoever calls brings the visits, so nothing runs here.
 //!
 //! A prediction is off by several percent, and the best ways differ by less. A visit creates the
-//! ranks of a way, trains on random tokens, and takes the median of a few steps. A round visits every
+//! ranks of a way, trains on random tokens, and takes the median of a few steps. A round visits
+//! every
 //! contender once, so that a slow phase of the machine affects them all. Offloaded ways are not
 //! tried: they would write whole states for a few steps.
 //!
@@ -61,9 +62,11 @@ struct Standing {
     expected: f64,
 }
 
-/// Moves the ways that were tried to the front, the one with the least expected time first: those of
+/// Moves the ways that were tried to the front, the one with the least expected time first: those
+/// of
 /// `contenders` (indices into the fitting ways), which [`race`] against one another for `seconds`.
-/// `elapsed` is the time since the trials began. `visit` runs a way and returns the median seconds of
+/// `elapsed` is the time since the trials began. `visit` runs a way and returns the median seconds
+/// of
 /// its step, or None if it cannot be run, which eliminates it.
 pub fn try_out(
     ways: &mut Ways,

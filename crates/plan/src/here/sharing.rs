@@ -17,13 +17,16 @@ pub struct Base {
     pub divides_sequences: bool,
     /// Tensor-parallel degree.
     pub tensor: usize,
-    /// Numbers of ranks that are tried: up to the cores or GPUs (or what the degrees above make), or the
+    /// Numbers of ranks that are tried: up to the cores or GPUs (or what the degrees above make),
+    /// or the
     /// number of processes, where that is given.
     pub ranks: std::ops::RangeInclusive<usize>,
 }
 
-/// The division of a way among ranks: pipeline stages, ranks that share every sequence and ranks that
-/// share every product, then, of the ranks that see different data, replicas and shards, ZeRO stage,
+/// The division of a way among ranks: pipeline stages, ranks that share every sequence and ranks
+/// that
+/// share every product, then, of the ranks that see different data, replicas and shards, ZeRO
+/// stage,
 /// and resharding after forward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Sharing {
@@ -48,7 +51,8 @@ impl Sharing {
 /// asks for fewer: exchanges of shorter parts take longer than they save.
 const CONTEXT_TOKENS_MIN: usize = 1024;
 
-/// The most ranks that divide a model among them, by stages, sequences and products. More exchange more than
+/// The most ranks that divide a model among them, by stages, sequences and products. More exchange
+/// more than
 /// they save on one machine.
 const MODEL_RANKS_MAX: usize = 8;
 
@@ -94,7 +98,8 @@ impl Base {
 }
 
 /// The ways of dividing the state among the ranks that see different data. Together with stages or
-/// split sequences or products only replicas and ZeRO-1 are tried: gradients and parameters are small then.
+/// split sequences or products only replicas and ZeRO-1 are tried: gradients and parameters are
+/// small then.
 fn divide_state(pipeline: Option<&'static str>, [stages, context, tensor, data]: [usize; 4], all: &mut Vec<Sharing>) {
     let whole = Sharing { pipeline, stages, context, tensor, data, shard: 1, stage: 0, reshard: true };
     all.push(whole);
@@ -113,7 +118,8 @@ pub(super) fn micro_batches(base: &Base, sharing: Sharing) -> Vec<usize> {
     (1..=of_a_rank).filter(|micro| of_a_rank.is_multiple_of(*micro)).filter(few).filter(full).collect()
 }
 
-/// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`, and sums per
+/// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`,
+/// and sums per
 /// micro-batch if `each`.
 pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
     let Sharing { pipeline, stages, context, tensor, data, shard, stage, reshard } = sharing;

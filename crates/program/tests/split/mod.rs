@@ -18,7 +18,8 @@ pub fn llama(blocks: usize, tp: u32, index: u32, sequence_parallel: bool, tied: 
     ModelShape { units, batch_bytes: 12 * TOKENS }
 }
 
-/// The shapes of all ranks of a tensor-parallel group, whose ranks have the sequences of one of `cp`
+/// The shapes of all ranks of a tensor-parallel group, whose ranks have the sequences of one of
+/// `cp`
 /// ranks.
 pub fn group(blocks: usize, tp: u32, cp: u32, sequence_parallel: bool, tied: bool) -> Vec<ModelShape> {
     let shape = |index| {

@@ -92,7 +92,8 @@ pub struct Choices<'a> {
     pub weights: &'a mut [f32],
 }
 
-/// Chooses each token's experts by `score + bias`; the bias (`[experts]`) changes the choice and not
+/// Chooses each token's experts by `score + bias`; the bias (`[experts]`) changes the choice and
+/// not
 /// the weights (Wang et al. 2024). `logits` is `[m, experts]`.
 ///
 /// # Panics
@@ -165,7 +166,8 @@ pub fn balance_losses(router: &Router, logits: &[f32], counts: &[i32]) -> Balanc
     BalanceLosses { auxiliary: (count as f64 * agreement) as f32, z: (squares / tokens) as f32 }
 }
 
-/// The gradient of the logits: `dlogits` `[m, experts]` from `dweights` `[m, top_k]` and the balance
+/// The gradient of the logits: `dlogits` `[m, experts]` from `dweights` `[m, top_k]` and the
+/// balance
 /// losses' factors. `counts` are the choices of each expert.
 pub fn choose_backward(
     cpu: &Cpu,
@@ -348,8 +350,10 @@ simd_fn! {
     }
 }
 
-/// The backward of [`combine`] from `dy` `[m, dim]`: `drows[places[t, j]] = weights[t, j] dy[t]` and
-/// `dweights[t, j] = dy[t] · rows[places[t, j]]`, zero for dropped choices. Rows of `drows` that are
+/// The backward of [`combine`] from `dy` `[m, dim]`: `drows[places[t, j]] = weights[t, j] dy[t]`
+/// and
+/// `dweights[t, j] = dy[t] · rows[places[t, j]]`, zero for dropped choices. Rows of `drows` that
+/// are
 /// nobody's place stay as they are.
 pub fn combine_backward<T: Element>(
     cpu: &Cpu,

@@ -145,7 +145,8 @@ pub fn gather_rows(x: &Tensor, tokens: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `residual[t] + Σ_j weights[t, j] rows[places[t, j]]` for m tokens: rows [r, d], places and weights
+/// `residual[t] + Σ_j weights[t, j] rows[places[t, j]]` for m tokens: rows [r, d], places and
+/// weights
 /// [m, k], result [m, d]. All weights are 1 where none are given: the backward of [`gather_rows`].
 pub fn combine_rows(
     rows: &Tensor,

@@ -222,7 +222,8 @@ impl Builder {
                 None if ending == Ending::MayLackBracket => return Ok(()),
                 None => return Err(ReadError::Truncated { position: values.position() }),
                 Some(b'{') => {}
-                // An array of other things is no trace; later such elements are counted as unreadable.
+                // An array of other things is no trace; later such elements are counted as
+                // unreadable.
                 Some(byte) if self.events == 0 || matches!(byte, b'}' | b':') => return Err(not_json(values, byte)),
                 Some(_) => {}
             }
