@@ -333,7 +333,7 @@ pub(crate) fn adapter_alpha(rank: usize) -> f64 {
     2.0 * rank as f64
 }
 
-/// What of the model is trained.
+/// The trained part of the model.
 pub fn tuning(config: &Config) -> Tuning {
     let section = &config.fine_tuning;
     let adapter = match section.adapter {

@@ -98,7 +98,7 @@ fn adapters_on_gpt_2_train_the_same_bits_in_every_layout() {
     same_bits(LORA_ON_GPT2);
 }
 
-/// What is trained has the gradients that it has in full training.
+/// Trained parameters have the gradients that they have in full training.
 #[test]
 fn freezing_changes_no_gradient_of_what_is_trained() {
     let base = ["precision.compute='f32'", "training.steps=1"];

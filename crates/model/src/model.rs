@@ -90,7 +90,7 @@ impl Model {
         Ok(self)
     }
 
-    /// What of it is trained.
+    /// The trained part of it.
     pub fn tuning(&self) -> &Tuning {
         &self.tuning
     }

@@ -52,7 +52,7 @@ fn layer_of(hf_name: &str) -> &str {
     layer.rsplit('.').next().unwrap_or(layer)
 }
 
-/// What of a model is trained. The default trains everything.
+/// The trained part of a model. The default trains everything.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tuning {
     /// Adapters. With them, all other parameters are frozen.
@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(adapter.scale, 2.0);
     }
 
-    /// What a rank holds of `b` and of `a` are the rows and columns of its part of the weight.
+    /// A rank's parts of `b` and of `a` are the rows and columns of its part of the weight.
     #[test]
     fn parts_of_adapters_are_those_of_their_weights() {
         for rank in 0..2 {

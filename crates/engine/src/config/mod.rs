@@ -103,7 +103,7 @@ config! {
     run: RunSection,
     /// The model.
     model: ModelSection,
-    /// What of the model is trained, and adapters.
+    /// The trained part of the model, and adapters.
     fine_tuning: FineTuningSection,
     /// The tokenizer.
     tokenizer: TokenizerSection,

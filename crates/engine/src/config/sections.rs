@@ -389,7 +389,7 @@ section! {
         /// Width between an adapter's two matrices. Unset: 16.
         #[elsewhere("lora_rank", "lora_r", "r", "lora_dim")]
         rank: Option<usize> = None;
-        /// What an adapter adds is multiplied by alpha / rank. Unset: twice the rank.
+        /// The output of an adapter is multiplied by alpha / rank. Unset: twice the rank.
         #[elsewhere("lora_alpha")]
         alpha: Option<f64> = None;
         /// True: by alpha / sqrt(rank), which keeps large ranks useful (Kalajdzievski 2023).

@@ -46,7 +46,7 @@ pub struct Block {
 struct SplitBlock {
     place: TensorSplit,
     segments: Segments,
-    /// What each segment computes.
+    /// The computation of each segment.
     parts: &'static [Part],
 }
 

@@ -123,7 +123,7 @@ pub enum NoWay {
         way: String,
         /// The limit, in words.
         limit: String,
-        /// What would make it fit.
+        /// A change that would make it fit.
         nearest: String,
     },
     /// Settings given by hand exclude each other.

@@ -1,6 +1,6 @@
 //! The divisions of a configuration among ranks, and their settings.
 
-/// What the ways of a configuration start from.
+/// The numbers of a configuration that its ways start from.
 #[derive(Clone, Debug)]
 pub struct Base {
     /// Sequences of a step, over all ranks.
