@@ -152,7 +152,7 @@ fn form_conforms<T: Element>(form: AttentionForm, spec: &AttentionSpec, cu: &[i3
         let bound = tolerance.terms.min(1e-4) + unit(DType::F32) * want.abs() * 2.0;
         assert!((f64::from(*got) - want).abs() <= bound, "lse[{i}] of {name}: {got}, not {want} within {bound:e}");
     }
-    let want = oracle::backward(spec, &q, &k, &v, &wide(&dout), cu);
+    let want = oracle::backward(spec, &q, &k, &v, &wide(&dout), cu, cu);
     tolerance.of_scores().check(&format!("dq of {name}"), &columns(&dqkv, width, 0..nq), &want.dq);
     tolerance.of_scores().check(&format!("dk of {name}"), &columns(&dqkv, width, nq..nq + nkv), &want.dk);
     tolerance.check(&format!("dv of {name}"), &columns(&dqkv, width, nq + nkv..width), &want.dv);
