@@ -784,9 +784,8 @@ impl Resolver {
         let because = if validation { "there is validation data" } else { "there is no validation data" };
         let keep_best = self.settle("checkpoint.keep_best", &keep_best, validation, because);
         if keep_best && !validation {
-            let message =
-                "checkpoint.keep_best needs validation data: give data.validation or data.validation_fraction";
-            self.problem("checkpoint.keep_best", message);
+            let why = "checkpoint.keep_best needs validation data: give data.validation or data.validation_fraction";
+            self.problem("checkpoint.keep_best", why);
         }
         self.evaluation(validation);
     }

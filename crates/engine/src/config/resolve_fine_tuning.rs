@@ -1,7 +1,7 @@
 //! Resolves `[fine_tuning]`.
 
 use super::resolve::Resolver;
-use super::sections::*;
+use super::sections_fine_tuning::*;
 use super::value::Names;
 use crate::shape::{ADAPTER_RANK as RANK, adapter_alpha};
 

@@ -6,7 +6,7 @@
 
 use super::device::DeviceKind;
 use super::section::section;
-use super::value::{ByteSize, Names, Overrides, Sources, choices};
+use super::value::{ByteSize, Overrides, Sources, choices};
 use std::path::PathBuf;
 
 choices! {
@@ -366,49 +366,6 @@ section! {
         /// divided by sqrt(2 `layers`). Unset: 0.02.
         #[elsewhere("initializer_range", "init_method_std")]
         init_std: Option<f64> = None;
-    }
-}
-
-choices! {
-    /// A kind of adapter.
-    AdapterMethod {
-        /// No adapters.
-        None = "none",
-        /// Two narrow matrices whose product is added to each weight (LoRA, Hu et al. 2021).
-        Lora = "lora",
-    }
-}
-
-section! {
-    /// Fine-tuning: what of the model is trained, and adapters on its linear layers. What is not
-    /// trained has no gradient, no f32 master and no optimizer state, and is not in checkpoints.
-    FineTuningSection = "fine_tuning" {
-        /// Adapters on linear layers. The model itself is then frozen.
-        #[elsewhere("peft_type", "use_peft", "finetuning_type")]
-        adapter: AdapterMethod = AdapterMethod::None;
-        /// Width between an adapter's two matrices. Unset: 16.
-        #[elsewhere("lora_rank", "lora_r", "r", "lora_dim")]
-        rank: Option<usize> = None;
-        /// The output of an adapter is multiplied by alpha / rank. Unset: twice the rank.
-        #[elsewhere("lora_alpha")]
-        alpha: Option<f64> = None;
-        /// True: by alpha / sqrt(rank), which keeps large ranks useful (Kalajdzievski 2023).
-        #[elsewhere("use_rslora")]
-        rank_stabilised: Option<bool> = None;
-        /// The linear layers that have adapters, by the last part of their names in Hugging Face
-        /// files: `["q_proj", "v_proj"]`. Unset: all in the blocks.
-        #[elsewhere("target_modules", "lora_target", "lora_target_modules")]
-        targets: Option<Names> = None;
-        /// A folder with a PEFT adapter (`adapter_config.json`, `adapter_model.safetensors`) to
-        /// begin with. Rank, alpha and targets must be its own. Unset: adapters that add nothing.
-        from: Option<PathBuf> = None;
-        /// Patterns of parameters that are not trained: `embedding.*`, `block.*.norm1.weight`. `*`
-        /// stands for any characters; `trainyard inspect MODEL` lists the names.
-        #[elsewhere("freeze_params", "freeze_layers")]
-        freeze: Names = Names(vec![]);
-        /// Patterns of parameters that are trained although `freeze` or adapters freeze them.
-        #[elsewhere("modules_to_save", "trainable_params")]
-        train: Names = Names(vec![]);
     }
 }
 
