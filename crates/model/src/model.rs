@@ -5,7 +5,7 @@ use crate::cache::KvCache;
 use crate::init::initialise;
 use crate::parameter::{ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
-use crate::spec::ModelSpec;
+use crate::spec::{ModelSpec, RopeSpec};
 use crate::split::{Division, TensorSplit};
 use crate::unit::{Forward, Unit};
 use crate::units::{Embedding, Head};
@@ -40,7 +40,8 @@ impl Model {
     pub fn split(spec: ModelSpec, split: TensorSplit) -> Result<Model> {
         spec.validate()?;
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
-        let rope = RopeTables::new(&spec).map(Arc::new);
+        let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
+        let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));
         let (mut embedding, mut head) = (Embedding::new(&spec), Head::new(&spec, spec.layers as u32 + 1));
         if let Some(division) = &division {
             embedding = embedding.split(division)?;
@@ -48,7 +49,8 @@ impl Model {
         }
         let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
         for layer in 0..spec.layers {
-            units.push(spec.family.block(&spec, layer, rope.clone(), division.as_ref())?);
+            let local = local.as_ref().filter(|_| spec.window(layer).is_some());
+            units.push(spec.family.block(&spec, layer, local.or(rope.as_ref()).cloned(), division.as_ref())?);
         }
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));

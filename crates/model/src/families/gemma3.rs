@@ -3,9 +3,7 @@
 //! Five of six layers see a window and rotate with a short base.
 
 use super::llama::{self, FORM};
-use super::{
-    Class, Definition, EmbeddingScale, Form, GEMMA3, Gains, NormPlaces, Row, Sizes, refuse, row,
-};
+use super::{Class, Definition, EmbeddingScale, Form, GEMMA3, Gains, NormPlaces, Row, Sizes, refuse, row};
 use crate::Result;
 use crate::hf::{ConfigError, Keys, Written, activation_name};
 use crate::spec::{Activation, ModelSpec, RopeSpec};
@@ -67,12 +65,7 @@ impl Definition for Gemma3 {
     }
 
     fn form(&self) -> Form {
-        Form {
-            gains: Gains::OnePlusWeight,
-            norms: NormPlaces::Both,
-            embedding: EmbeddingScale::SqrtDim,
-            ..FORM
-        }
+        Form { gains: Gains::OnePlusWeight, norms: NormPlaces::Both, embedding: EmbeddingScale::SqrtDim, ..FORM }
     }
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {

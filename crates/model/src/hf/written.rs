@@ -45,6 +45,21 @@ impl Written {
         self.set("rope_parameters", Value::Object(rules));
     }
 
+    /// The rotary keys of layers that see everything and of those with a window, as transformers 5
+    /// and as 4 has them.
+    pub fn layered_rope(&mut self, full: Option<&RopeSpec>, sliding: Option<&RopeSpec>) {
+        let (Some(full), Some(sliding)) = (full, sliding) else { return };
+        let rules = |rope: &RopeSpec| {
+            let mut rules = rope_rules(rope);
+            rules.insert("rope_theta".into(), json!(rope.theta));
+            Value::Object(rules)
+        };
+        self.set("rope_theta", json!(full.theta));
+        self.set("rope_local_base_freq", json!(sliding.theta));
+        self.set("rope_scaling", if full.scaling.is_some() { Value::Object(rope_rules(full)) } else { Value::Null });
+        self.set("rope_parameters", json!({"full_attention": rules(full), "sliding_attention": rules(sliding)}));
+    }
+
     /// The keys.
     pub(super) fn finish(self) -> Map<String, Value> {
         self.map

@@ -1,16 +1,16 @@
-//! A transformer block (Vaswani et al. 2017) with the norms before its halves:
-//! `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+//! A transformer block (Vaswani et al. 2017): `x + attention(norm(x))`, then `x + mlp(norm(x))`. In
+//! some families a norm comes after each half, instead of the one before it or besides it.
 
 use super::norm::Norm;
-use crate::Result;
-use crate::families::{MlpKind, Parameters};
-use crate::parameter::{Init, ParameterKind, ParameterSpec};
+use crate::families::{Gains, MlpKind, NormPlaces, Parameters, QkNormKind};
+use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
 use crate::spec::{self, ModelSpec};
 use crate::split::{Division, TensorSplit};
 use crate::unit::{
     Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, require_input, without_segments,
 };
+use crate::{ModelError, Result};
 use std::sync::Arc;
 use trainyard_autograd::functions::LinearOptions;
 use trainyard_autograd::{ParamId, Tape, Var};
@@ -25,10 +25,12 @@ pub struct Block {
     name: String,
     layer: usize,
     parameters: Vec<ParameterSpec>,
-    norm: [Norm; 2],
+    /// The norms before attention and before the MLP.
+    norm: [Option<Norm>; 2],
+    /// The norms after them.
+    post_norm: [Option<Norm>; 2],
     qkv: Linear,
-    /// Gains of the query and of the key norm, and their epsilon.
-    qk_norm: Option<(ParamId, ParamId, f32)>,
+    qk_norm: Option<QkNorm>,
     rope: Option<Arc<RopeTables>>,
     heads: HeadLayout,
     attention: AttentionSpec,
@@ -55,10 +57,20 @@ struct Linear {
     bias: Option<ParamId>,
 }
 
+/// The norms of queries and keys.
+#[derive(Clone, Copy, Debug)]
+struct QkNorm {
+    /// Weights of the query norm and of the key norm.
+    weights: [ParamId; 2],
+    eps: f32,
+    gains: Gains,
+    kind: QkNormKind,
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Mlp {
-    /// `up` gives [m, 2 f], gate first.
-    Gated,
+    /// `up` gives [m, 2 f], gate first, and this applies to the gate.
+    Gated(Activation),
     /// `up` gives [m, f] and applies this.
     Plain(Activation),
 }
@@ -70,14 +82,22 @@ impl Block {
         let ModelSpec { dim, ffn_dim, head_dim, .. } = *spec;
         let (q, kv) = (spec.heads * head_dim, spec.kv_heads * head_dim);
 
-        let norm1 = Norm::new(&mut parameters, "norm1");
+        let form = spec.family.form();
+        let before = matches!(form.norms, NormPlaces::Before | NormPlaces::Both);
+        let after = matches!(form.norms, NormPlaces::After | NormPlaces::Both);
+        let norm1 = before.then(|| Norm::new(&mut parameters, "norm1"));
         let qkv = Linear {
             weight: parameters.matrix("attn.qkv.weight", [q + 2 * kv, dim]),
             bias: parameters.bias(spec.qkv_bias, "attn.qkv.bias", q + 2 * kv),
         };
         let qk_norm = spec.qk_norm.then(|| {
-            let mut gain = |name: &str| parameters.add(name, &[head_dim], Init::Ones, ParameterKind::Norm);
-            (gain("attn.q_norm.weight"), gain("attn.k_norm.weight"), spec.norm_eps as f32)
+            let sizes = match form.qk_norm {
+                QkNormKind::EachHead => [head_dim; 2],
+                QkNormKind::Whole => [q, kv],
+            };
+            let names = ["attn.q_norm.weight", "attn.k_norm.weight"];
+            let weights = [0, 1].map(|i| parameters.gain(names[i], sizes[i]));
+            QkNorm { weights, eps: spec.norm_eps as f32, gains: form.gains, kind: form.qk_norm }
         });
         let out = Linear {
             weight: parameters.residual_matrix("attn.out.weight", [dim, q]),
@@ -87,11 +107,15 @@ impl Block {
             weight: parameters.residual_matrix("mlp.down.weight", [dim, ffn_dim]),
             bias: parameters.bias(spec.mlp_bias, "mlp.down.bias", dim),
         };
-        let norm2 = Norm::new(&mut parameters, "norm2");
-        let (mlp, rows) = match spec.family.form().mlp {
-            MlpKind::Gated => (Mlp::Gated, 2 * ffn_dim),
-            MlpKind::Plain => (Mlp::Plain(activation(spec.activation)), ffn_dim),
+        let norm2 = before.then(|| Norm::new(&mut parameters, "norm2"));
+        let post_norm = ["post_norm1", "post_norm2"].map(|name| after.then(|| Norm::new(&mut parameters, name)));
+        let activation = activation(spec.activation);
+        let (mlp, rows) = match form.mlp {
+            MlpKind::Gated => (Mlp::Gated(activation), 2 * ffn_dim),
+            MlpKind::Plain => (Mlp::Plain(activation), ffn_dim),
         };
+        let attention = AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim);
+        let scale = spec.attention_scalar.map_or(attention.scale, |scalar| scalar.sqrt().recip() as f32);
         let up = Linear {
             weight: parameters.matrix("mlp.up.weight", [rows, dim]),
             bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows),
@@ -102,14 +126,12 @@ impl Block {
             layer,
             parameters: parameters.finish(),
             norm: [norm1, norm2],
+            post_norm,
             qkv,
             qk_norm,
             rope,
             heads: HeadLayout { heads: spec.heads, kv_heads: spec.kv_heads, head_dim },
-            attention: AttentionSpec {
-                window: spec.window(layer),
-                ..AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim)
-            },
+            attention: AttentionSpec { window: spec.window(layer), scale, ..attention },
             out,
             up,
             mlp,
@@ -123,6 +145,13 @@ impl Block {
     /// of the MLP; the products that end these give summands of the residual stream.
     pub fn split(mut self, division: &Division) -> Result<Block> {
         let place = division.split();
+        if let Some(QkNorm { kind: QkNormKind::Whole, .. }) = self.qk_norm {
+            return Err(ModelError::Split(
+                "norms of whole queries and keys need all heads of a token on one rank: use pipeline or data \
+                 parallelism for this family"
+                    .into(),
+            ));
+        }
         self.split = Some(SplitBlock { place, dim: self.parameters[0].shape[0], segments: segments(place.residual()) });
         division.cut(&self.name, &mut self.parameters)?;
         self.heads = division.heads();
@@ -135,8 +164,8 @@ impl Block {
     fn attend(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, h: Var) -> Result<Var> {
         let mut qkv = self.qkv.forward(tape, &h, Activation::None, None)?;
         drop(h);
-        if let Some((query, key, eps)) = self.qk_norm {
-            qkv = tape.qk_norm(&qkv, self.heads, query, key, eps)?;
+        if let Some(norm) = &self.qk_norm {
+            qkv = norm.forward(tape, &qkv, self.heads)?;
         }
         if let Some(rope) = &self.rope {
             let table = rope.reaching(cx.batch.positions_end)?;
@@ -155,35 +184,77 @@ impl Block {
     fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
         match self.mlp {
             Mlp::Plain(activation) => self.up.forward(tape, &h, activation, None),
-            Mlp::Gated => {
+            Mlp::Gated(activation) => {
                 let gate_up = self.up.forward(tape, &h, Activation::None, None)?;
                 drop(h);
-                Ok(tape.swiglu(&gate_up)?)
+                Ok(tape.glu(&gate_up, activation)?)
             }
         }
     }
 
-    /// `x + dropout(linear(h))`.
-    fn rejoin(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, linear: Linear, h: &Var, x: &Var) -> Result<Var> {
-        if self.dropout == 0.0 || !cx.training {
+    /// The norm before a half, 0 or 1.
+    fn enter(&self, half: usize, tape: &mut Tape<'_>, x: &Var) -> Result<Var> {
+        self.norm[half].as_ref().map_or_else(|| Ok(x.clone()), |norm| norm.forward(tape, x))
+    }
+
+    /// The product that ends a half.
+    fn last(&self, half: usize) -> Linear {
+        [self.out, self.down][half]
+    }
+
+    /// `x + dropout(norm(linear(h)))`, of the linear layer and the norm that end a half.
+    fn rejoin(&self, half: usize, tape: &mut Tape<'_>, cx: &Forward<'_>, h: &Var, x: &Var) -> Result<Var> {
+        let linear = self.last(half);
+        let drops = self.dropout != 0.0 && cx.training;
+        if !drops && self.post_norm[half].is_none() {
             return linear.forward(tape, h, Activation::None, Some(x));
         }
-        let y = linear.forward(tape, h, Activation::None, None)?;
-        let y = tape.dropout(&y, self.dropout, true)?;
+        let mut y = linear.forward(tape, h, Activation::None, None)?;
+        if let Some(norm) = &self.post_norm[half] {
+            y = norm.forward(tape, &y)?;
+        }
+        if drops {
+            y = tape.dropout(&y, self.dropout, true)?;
+        }
         Ok(tape.add(x, &y)?)
     }
 
-    /// `x + dropout(y + bias)`, where y is the sum of all ranks' products.
-    fn rejoin_sum(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, linear: Linear, y: &Var, x: &Var) -> Result<Var> {
+    /// `x + dropout(norm(y + bias))`, where y is the sum of all ranks' products.
+    fn rejoin_sum(&self, half: usize, tape: &mut Tape<'_>, cx: &Forward<'_>, y: &Var, x: &Var) -> Result<Var> {
         let mut y = y.clone();
-        if let Some(bias) = linear.bias {
+        if let Some(bias) = self.last(half).bias {
             y = tape.add_bias(&y, bias)?;
+        }
+        if let Some(norm) = &self.post_norm[half] {
+            y = norm.forward(tape, &y)?;
         }
         if let Some(split) = &self.split {
             let first = split.place.rows(cx.batch.len())?.start * split.dim;
             y = tape.dropout_from(&y, self.dropout, cx.training, first)?;
         }
         Ok(tape.add(x, &y)?)
+    }
+}
+
+impl QkNorm {
+    /// Normalises the queries and keys of [m, (h + 2 h_kv) c].
+    fn forward(&self, tape: &mut Tape<'_>, qkv: &Var, heads: HeadLayout) -> Result<Var> {
+        let QkNorm { weights, eps, gains, kind } = *self;
+        let (q, kv) = (heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim);
+        match kind {
+            QkNormKind::EachHead => Ok(tape.qk_norm_with(qkv, heads, weights, eps, gains)?),
+            // All heads as one, where queries and keys are equally many.
+            QkNormKind::Whole if q == kv => {
+                let one = HeadLayout { heads: 1, kv_heads: 1, head_dim: q };
+                Ok(tape.qk_norm_with(qkv, one, weights, eps, gains)?)
+            }
+            QkNormKind::Whole => {
+                let parts = tape.split(qkv, &[q, kv, kv], 1)?;
+                let q = tape.rms_norm_with(&parts[0], weights[0], eps, gains)?;
+                let k = tape.rms_norm_with(&parts[1], weights[1], eps, gains)?;
+                Ok(tape.cat(&[&q, &k, &parts[2]], 1)?)
+            }
+        }
     }
 }
 
@@ -252,21 +323,21 @@ impl Unit for Block {
             return Err(without_segments(&self.name));
         }
         match (segment, takes) {
-            (0, [x]) => Ok(vec![x.clone(), self.norm[0].forward(tape, x)?]),
+            (0, [x]) => Ok(vec![x.clone(), self.enter(0, tape, x)?]),
             (1, [h]) => {
                 let heads = self.attend(tape, cx, h.clone())?;
                 Ok(vec![self.out.product(tape, &heads)?])
             }
             (2, [x, sum]) => {
-                let x = self.rejoin_sum(tape, cx, self.out, sum, x)?;
-                let h = self.norm[1].forward(tape, &x)?;
+                let x = self.rejoin_sum(0, tape, cx, sum, x)?;
+                let h = self.enter(1, tape, &x)?;
                 Ok(vec![x, h])
             }
             (3, [h]) => {
                 let wide = self.widen(tape, h.clone())?;
                 Ok(vec![self.down.product(tape, &wide)?])
             }
-            (4, [x, sum]) => Ok(vec![self.rejoin_sum(tape, cx, self.down, sum, x)?]),
+            (4, [x, sum]) => Ok(vec![self.rejoin_sum(1, tape, cx, sum, x)?]),
             _ => Err(no_segment(&self.name, segment, takes.len())),
         }
     }
@@ -277,13 +348,13 @@ impl Unit for Block {
         }
         let x = require_input(&self.name, input)?;
         let x = {
-            let h = self.norm[0].forward(tape, x)?;
+            let h = self.enter(0, tape, x)?;
             let h = self.attend(tape, cx, h)?;
-            self.rejoin(tape, cx, self.out, &h, x)?
+            self.rejoin(0, tape, cx, &h, x)?
         };
-        let h = self.norm[1].forward(tape, &x)?;
+        let h = self.enter(1, tape, &x)?;
         let h = self.widen(tape, h)?;
-        self.rejoin(tape, cx, self.down, &h, &x)
+        self.rejoin(1, tape, cx, &h, &x)
     }
 }
 

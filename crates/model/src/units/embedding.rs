@@ -1,7 +1,7 @@
 //! The first unit: tokens to rows of the residual stream.
 
 use crate::Result;
-use crate::families::{Parameters, normal};
+use crate::families::{EmbeddingScale, Parameters, normal};
 use crate::parameter::{ParameterKind, ParameterSpec};
 use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
@@ -16,6 +16,8 @@ pub struct Embedding {
     parameters: Vec<ParameterSpec>,
     tokens: ParamId,
     positions: Option<ParamId>,
+    /// The factor on looked-up tokens; None for 1.
+    scale: Option<f32>,
     dropout: f32,
     split: Option<SplitEmbedding>,
 }
@@ -42,7 +44,12 @@ impl Embedding {
         let tokens = table("tokens.weight", spec.vocab_size);
         let positions = spec.learned_positions().map(|rows| table("positions.weight", rows));
         debug_assert_eq!(tokens, Embedding::TOKENS);
-        Embedding { parameters: parameters.finish(), tokens, positions, dropout: spec.dropout as f32, split: None }
+        let scale = match spec.family.form().embedding {
+            EmbeddingScale::One => None,
+            EmbeddingScale::SqrtDim => Some((spec.dim as f64).sqrt() as f32),
+        };
+        let dropout = spec.dropout as f32;
+        Embedding { parameters: parameters.finish(), tokens, positions, scale, dropout, split: None }
     }
 
     /// The part of one rank of a tensor-parallel group. Each rank looks up the tokens that it has,
@@ -63,6 +70,15 @@ impl Embedding {
         };
         self.split = Some(SplitEmbedding { place, tokens: division.vocabulary(), dim, segments });
         Ok(self)
+    }
+}
+
+impl Embedding {
+    fn scaled(&self, tape: &mut Tape<'_>, x: Var) -> Result<Var> {
+        Ok(match self.scale {
+            Some(scale) => tape.scale(&x, scale)?,
+            None => x,
+        })
     }
 }
 
@@ -91,7 +107,7 @@ impl Unit for Embedding {
         match (segment, takes) {
             (0, []) => Ok(vec![tape.embedding_part(&cx.batch.tokens, self.tokens, split.tokens)?]),
             (1, [e]) => {
-                let mut x = e.clone();
+                let mut x = self.scaled(tape, e.clone())?;
                 if let Some(table) = self.positions {
                     let positions = tape.embedding(&cx.batch.positions.narrow(rows.clone())?, table, None)?;
                     x = tape.add(&x, &positions)?;
@@ -108,6 +124,7 @@ impl Unit for Embedding {
         }
         let positions = self.positions.map(|table| (&cx.batch.positions, table));
         let x = tape.embedding(&cx.batch.tokens, self.tokens, positions)?;
+        let x = self.scaled(tape, x)?;
         Ok(tape.dropout(&x, self.dropout, cx.training)?)
     }
 }
