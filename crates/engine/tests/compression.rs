@@ -147,7 +147,7 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
         (&["parallel.ranks=2", "compression.gradients='int4'", "precision.compute='f16'"], "loss scale"),
         (
             &["parallel.ranks=4", "compression.gradients='one_bit'", "parallel.tensor_parallel_degree=2"],
-            "tensor and pipeline degree of 1",
+            "tensor, context and pipeline degrees of 1",
         ),
         (
             &[

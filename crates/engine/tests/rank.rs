@@ -389,7 +389,7 @@ fn sizes_that_products_of_eight_bits_do_not_take_are_said() {
     ]))
     .unwrap_err()
     .to_string();
-    for part in ["multiples of 16", "model.ffn_dim = 72", "training.micro_batch_size x training.sequence_length = 15"] {
+    for part in ["multiples of 16", "model.ffn_dim = 72", "a rank's tokens of a micro-batch = 15"] {
         assert!(error.contains(part), "{error}");
     }
     assert!(!error.contains("model.dim"), "{error}");
