@@ -71,7 +71,8 @@ impl Lowering<'_> {
         // is written anew.
         if chunk == 0 {
             let reads = self.strategy.offload.parameters.is_some() && !self.writes_copy(unit);
-            // The copies before it may have been written without a fetch that waited for the last pass.
+            // The copies before it may have been written without a fetch that waited for the last
+            // pass.
             let before = before.or_else(|| {
                 let is_partly_frozen = self.sizes.model.units[unit as usize].frozen_elements > 0;
                 self.ran.last().map(|ran| ran.last).filter(|_| is_partly_frozen)
