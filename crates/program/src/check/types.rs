@@ -9,7 +9,7 @@
 //! 2. In the program's own order, a segment finds the values that it takes in their layouts, and a
 //!    backward segment the gradients of those that it gives.
 //! 3. Each exchange is the collective that its border's layouts ask for, over the group whose
-//! layout
+//!    layout
 //!    changes there (tensor or context), and takes place once.
 //! 4. Gradients, targets and the norm are summed over the axes along which ranks differ, and over
 //!    no other. (`gradients` counts the sums.)
