@@ -38,7 +38,7 @@ section! {
         /// begin with. Rank, alpha and targets must be its own. Unset: adapters that add nothing.
         from: Option<PathBuf> = None;
         /// Patterns of parameters that are not trained: `embedding.*`, `block.*.norm1.weight`. `*`
-        /// stands for any characters; `trainyard inspect MODEL` lists the names.
+        /// stands for any characters. A pattern that no parameter matches is an error.
         #[elsewhere("freeze_params", "freeze_layers")]
         freeze: Names = Names(vec![]);
         /// Patterns of parameters that are trained although `freeze` or adapters freeze them.
