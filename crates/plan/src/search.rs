@@ -20,7 +20,7 @@
 //! Rounds have a fixed size, so that the result does not depend on the number of threads.
 
 use serde::Serialize;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
@@ -263,23 +263,36 @@ impl Search<'_> {
         }
         // Number of attempts per group. A group that does not fit in the first few is given up.
         const TRIES: u32 = 3;
+        /// Number of groups that are tried at once.
+        const TOGETHER: usize = 4;
         let mut tried: BTreeMap<u32, u32> = BTreeMap::new();
         let spent = state.spent(&self.budget);
-        for index in order {
-            if groups.len() >= self.shown || state.spent(&self.budget) >= spent + 0.25 {
+        let mut rest: VecDeque<usize> = order.iter().copied().collect();
+        while groups.len() < self.shown && state.spent(&self.budget) < spent + 0.25 {
+            // One of each group that has none yet, so that they can be simulated at once.
+            let (mut round, mut newest, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
+            while round.len() < TOGETHER && let Some(index) = rest.pop_front() {
+                let group = self.groups[index];
+                let tries = tried.entry(group).or_default();
+                let pointless = state.seen.contains(&index) || state.fitted.makes_pointless(self.savings[index]);
+                if groups.contains(&group) || *tries >= TRIES || pointless {
+                    continue;
+                }
+                if newest.contains(&group) {
+                    waiting.push(index);
+                    continue;
+                }
+                *tries += 1;
+                newest.push(group);
+                round.push(index);
+            }
+            waiting.into_iter().rev().for_each(|index| rest.push_front(index));
+            if round.is_empty() {
                 break;
             }
-            let group = self.groups[*index];
-            let tries = tried.entry(group).or_default();
-            let pointless = state.seen.contains(index) || state.fitted.makes_pointless(self.savings[*index]);
-            if groups.contains(&group) || *tries >= TRIES || pointless {
-                continue;
-            }
-            *tries += 1;
-            self.simulate_round(&[*index], simulate, found, state);
-            if found.results.get(index).is_some_and(|result| result.bytes <= self.bytes_max) {
-                groups.push(group);
-            }
+            self.simulate_round(&round, simulate, found, state);
+            let fits = |index: &usize| found.results.get(index).is_some_and(|result| result.bytes <= self.bytes_max);
+            groups.extend(round.iter().filter(|index| fits(index)).map(|index| self.groups[*index]));
         }
     }
 
