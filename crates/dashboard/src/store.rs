@@ -156,6 +156,11 @@ impl Run {
         }
     }
 
+    /// True while [`Run::read_beside`] reads.
+    pub fn is_read_beside(&self) -> bool {
+        self.is_read.load(Ordering::Relaxed)
+    }
+
     /// Calls `look` with the tables.
     pub fn with<T>(&self, look: impl FnOnce(&RunTables) -> T) -> T {
         look(&lock(&self.tables))

@@ -15,8 +15,8 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
-/// Bytes that are read at a time.
-const SLICE_BYTES: usize = 4 << 20;
+/// Bytes that are read at a time: some milliseconds, so that nobody waits long for a table.
+const SLICE_BYTES: usize = 512 << 10;
 
 /// A longer record is skipped as damaged.
 pub(crate) const RECORD_BYTES_MAX: usize = 32 << 20;

@@ -435,6 +435,20 @@ function redraw() {
   }
 }
 
+// How far outside of the window a chart counts as in view, in pixels.
+const MARGIN = 200;
+
+// Loads the new charts that are in view. The observer would tell of them a frame or two later.
+function loadInView() {
+  for (const chart of charts) {
+    if (chart.isVisible || chart.request) continue;
+    const { top, bottom, width } = chart.box.getBoundingClientRect();
+    if (!width || top > innerHeight + MARGIN || bottom < -MARGIN) continue;
+    chart.isVisible = true;
+    chart.load();
+  }
+}
+
 // Only charts in view are loaded and drawn.
 const observer = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
@@ -447,7 +461,7 @@ const observer = new IntersectionObserver((entries) => {
       else chart.draw();
     }
   }
-}, { rootMargin: "200px" });
+}, { rootMargin: `${MARGIN}px` });
 
 const sizes = new ResizeObserver(() => redraw());
 

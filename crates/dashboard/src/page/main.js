@@ -43,8 +43,12 @@ class App {
   }
 
   async start() {
+    // The details of the run in the address are asked for at once, not after the list. Both are
+    // shown together, so that the first curve does not wait until a page without it is drawn.
+    const [, where, name] = location.hash.split("/");
+    if (where === "run" && name) this.early = { name: decodeURIComponent(name), details: this.source.details(decodeURIComponent(name)) };
     try {
-      await this.loadRuns();
+      await Promise.all([this.loadRuns(), this.early && this.early.details.catch(() => {})]);
     } catch (error) {
       this.main.replaceChildren(element("p.empty", null, String(error.message || error)));
       return;
@@ -52,8 +56,8 @@ class App {
     const live = [...this.runs.values()].filter((run) => run.state === "running").map((run) => run.name);
     const newest = [...this.runs.values()].sort((a, b) => b.updated_s - a.updated_s).map((run) => run.name);
     (live.length ? live : newest).slice(0, 5).forEach((name) => this.selected.add(name));
-    this.renderList();
     this.route();
+    this.renderList();
     this.source.watch((news) => this.hear(news), (isConnected) => {
       const wasLost = this.status.classList.contains("lost");
       this.status.textContent = isConnected ? "live" : "reconnecting";
@@ -77,7 +81,9 @@ class App {
 
   // Everything about a run but its curves, from the server once or `isFresh`.
   async details(name, isFresh) {
-    if (isFresh || !this.known.has(name)) this.known.set(name, await this.source.details(name));
+    const early = this.early && this.early.name === name ? this.early.details : null;
+    this.early = null;
+    if (early || isFresh || !this.known.has(name)) this.known.set(name, await (early || this.source.details(name)));
     return this.known.get(name);
   }
 

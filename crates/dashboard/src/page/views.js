@@ -38,6 +38,7 @@ class CompareView {
     });
     const diff = runs.length > 1 ? element("a.button", { href: "#/diff" }, "Settings that differ") : null;
     this.box.replaceChildren(controls(element("div.row.grow", null, search, diff)), ...chartSections(app.source, runs, metrics, this.filter));
+    loadInView();
   }
 
   append(news) {
@@ -91,6 +92,7 @@ class RunView {
     this.timeline = details.timeline_steps.length ? new TimelineView(app.source, name, details.timeline_steps) : null;
     this.box.replaceChildren(this.head, this.notices, controls(null), ...chartSections(app.source, [run], details.metrics, ""),
       ...[this.timeline && this.timeline.box, bars, sampleCard(details.samples), settingsCard("Settings", [config], Object.keys(details.config))].filter(Boolean));
+    loadInView();
   }
 
   showHead(details) {

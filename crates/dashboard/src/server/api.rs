@@ -26,7 +26,7 @@ const BINS_MAX: usize = 8_000;
 /// Buckets of a curve if the request does not say.
 const BINS: usize = 800;
 /// Time that a request may spend on reading what was appended. The rest is read beside.
-const READ_TIME: Duration = Duration::from_millis(60);
+const READ_TIME: Duration = Duration::from_millis(20);
 
 /// An answer.
 pub struct Answer {
@@ -238,8 +238,11 @@ fn run(store: &Store, name: &str) -> Result<Arc<Run>, ApiError> {
     store.run(name)?.ok_or_else(|| ApiError::Run(name.chars().take(80).collect()))
 }
 
-/// Reads on for a short time; a long file is read further beside.
+/// Reads on for a short time; a long file is read further beside, and requests then wait for nothing.
 fn read_some(store: &Store, run: &Arc<Run>) -> Result<Progress, ApiError> {
+    if run.is_read_beside() {
+        return Ok(Progress::More);
+    }
     let start = Instant::now();
     loop {
         let progress = run.read(store.inside())?;
