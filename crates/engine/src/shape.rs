@@ -2,7 +2,7 @@
 
 use crate::config::{
     Activation as ConfigActivation, AdapterMethod, CheckpointMode, Compute, Config, CudaGraphs, FP8_AMAX_HISTORY,
-    Family as ConfigFamily, Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
+    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
     PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
     Resolved, RopeScaling as ConfigScaling,
 };
@@ -13,9 +13,10 @@ use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
+use trainyard_model::families::Sizes;
 use trainyard_model::{
-    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, Family, Model, ModelError, ModelSpec, RopeScaling,
-    RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
+    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, Model, ModelError, ModelSpec, RopeScaling, RopeSpec,
+    Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
     Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
@@ -88,17 +89,13 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
     let vocab_size = shape
         .vocab_size
         .ok_or_else(|| does_not_fit("the vocabulary is not known yet: set model.vocab_size or give a tokenizer"))?;
-    let gpt2 = shape.family == ConfigFamily::Gpt2;
+    let ConfigShape { dim, layers, heads, max_sequence_length: max_positions, .. } = *shape;
+    let usual = shape.family.usual(&Sizes { vocab_size, dim, layers, heads, max_positions });
+    let biases = shape.qkv_bias || shape.output_bias || shape.mlp_bias;
     Ok(ModelSpec {
-        family: if gpt2 { Family::Gpt2 } else { Family::Llama },
-        vocab_size,
-        dim: shape.dim,
-        layers: shape.layers,
-        heads: shape.heads,
         kv_heads: shape.kv_heads,
         head_dim: shape.head_dim,
         ffn_dim: shape.ffn_dim,
-        max_positions: shape.max_sequence_length,
         activation: match shape.activation {
             ConfigActivation::Silu => Activation::Silu,
             ConfigActivation::Gelu => Activation::Gelu,
@@ -106,7 +103,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
             ConfigActivation::Relu => Activation::Relu,
         },
         norm_eps: shape.norm_eps,
-        norm_bias: gpt2 && (shape.qkv_bias || shape.output_bias || shape.mlp_bias),
+        norm_bias: usual.norm_bias && biases,
         qkv_bias: shape.qkv_bias,
         o_bias: shape.output_bias,
         mlp_bias: shape.mlp_bias,
@@ -137,13 +134,9 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
             },
         }),
         sliding_window: shape.sliding_window,
-        sliding_layers: None,
         dropout: shape.dropout,
         init_std: shape.init_std,
-        bos_token: None,
-        eos_tokens: Vec::new(),
-        pad_token: None,
-        model_type: None,
+        ..usual
     })
 }
 

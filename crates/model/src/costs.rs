@@ -13,6 +13,7 @@ mod segments;
 pub use segments::{SegmentCost, SegmentedCost, segment_costs, segment_costs_on};
 
 use crate::batch::{Batch, BatchShape};
+use crate::families::MlpKind;
 use crate::spec::ModelSpec;
 use crate::unit::{Forward, Unit};
 use crate::{Model, Result};
@@ -202,7 +203,7 @@ impl ModelSpec {
     pub fn multiplied_parameters(&self) -> usize {
         let ModelSpec { dim, ffn_dim, .. } = *self;
         let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());
-        let gated = self.family == crate::Family::Llama;
+        let gated = self.family.form().mlp == MlpKind::Gated;
         let up = if gated { 2 * ffn_dim } else { ffn_dim };
         let when = |present: bool, size: usize| if present { size } else { 0 };
         let norm = dim + when(self.norm_bias, dim);

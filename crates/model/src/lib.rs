@@ -1,4 +1,4 @@
-//! Models: units, layers, the GPT-2 and Llama families, Hugging Face configurations and weights.
+//! Models: units, layers, families, Hugging Face configurations and weights.
 //!
 //! A model is plain data ([`ModelSpec`]) turned into a chain of [`Unit`]s ([`Model`]). Sharding,
 //! gathering, checkpointing, cutting and freezing all work on units. A unit therefore states its
@@ -8,7 +8,8 @@
 //! |---|---|
 //! | [`spec`], [`presets`] | a model's configuration, checked; published shapes by name |
 //! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
-//! | [`units`] | embedding, block and head of both families |
+//! | [`families`] | one file for each family: its parameters, splits, blocks, `config.json` |
+//! | [`units`] | embedding, block and head that families share |
 //! | [`split`] | the units of one rank of a tensor-parallel group |
 //! | [`tuning`] | frozen parameters, and adapters on linear layers |
 //! | [`parameter`], [`patch`], [`init`] | parameters, their places in buffers, initial values |
@@ -21,6 +22,7 @@ pub mod batch;
 pub mod cache;
 pub mod costs;
 pub mod error;
+pub mod families;
 pub mod hf;
 pub mod init;
 pub mod model;
@@ -38,12 +40,13 @@ pub mod weights;
 pub use batch::{Batch, BatchPart, BatchShape, BatchSlices, IGNORED};
 pub use cache::KvCache;
 pub use error::{ModelError, Result};
+pub use families::{FAMILIES, Family};
 pub use init::initialise;
 pub use model::Model;
 pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, UnitLayout};
 pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
-pub use spec::{Activation, Family, ModelSpec, RopeScaling, RopeSpec};
+pub use spec::{Activation, ModelSpec, RopeScaling, RopeSpec};
 pub use split::{Chunks, ContextSplit, TensorSplit};
 pub use tuning::{AdapterSpec, Adapters, Tuning};
 pub use unit::{Exchange, Forward, Output, Segment, Segments, Unit, Value};

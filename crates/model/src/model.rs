@@ -2,6 +2,7 @@
 
 use crate::batch::{Batch, BatchSlices};
 use crate::cache::KvCache;
+use crate::families::Share;
 use crate::init::initialise;
 use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
@@ -9,7 +10,7 @@ use crate::spec::ModelSpec;
 use crate::split::{ContextSplit, Division, TensorSplit};
 use crate::tuning::{Adapters, Tuning, tuned};
 use crate::unit::{Forward, Unit};
-use crate::units::{Block, Embedding, Head};
+use crate::units::{Embedding, Head};
 use crate::{ModelError, Result};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -55,19 +56,19 @@ impl Model {
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let rope = RopeTables::new(&spec).map(Arc::new);
         let (mut embedding, mut head) = (Embedding::new(&spec), Head::new(&spec, spec.layers as u32 + 1));
-        let mut blocks: Vec<Block> = (0..spec.layers).map(|layer| Block::new(&spec, layer, rope.clone())).collect();
         if let Some(division) = &division {
             embedding = embedding.split(division)?;
-            blocks = blocks.into_iter().map(|block| block.split(division)).collect::<Result<_>>()?;
             head = head.split(division)?;
         }
         if context.ranks > 1 {
             embedding = embedding.on_rows();
-            blocks = blocks.into_iter().map(Block::on_rows).collect();
             head = head.on_rows();
         }
+        let share = Share { division: division.as_ref(), on_rows: context.ranks > 1 };
         let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
-        units.extend(blocks.into_iter().map(|block| Box::new(block) as Box<dyn Unit>));
+        for layer in 0..spec.layers {
+            units.push(spec.family.block(&spec, layer, rope.clone(), share)?);
+        }
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
         let (tuning, adapters) = Default::default();

@@ -4,24 +4,15 @@
 //! All values are resolved: nothing is derived when it is read. [`presets`](crate::presets) fill it
 //! in by name, and [`hf`](crate::hf) translates it from and to `config.json`.
 
+use crate::families::{self, Family, Positions, Sizes};
 use crate::{ModelError, Result};
 use serde::{Deserialize, Serialize};
-
-/// The two shapes of block. Mistral, Qwen2, Qwen3 and SmolLM are `llama` with other fields.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Family {
-    /// LayerNorm, learned positions, an MLP of two products (Radford et al. 2019).
-    Gpt2,
-    /// RMSNorm, rotary positions, a gated MLP of three products (Touvron et al. 2023).
-    Llama,
-}
 
 /// The function inside the MLP.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
-    /// `x sigmoid(x)`; in `llama` it gates: SwiGLU.
+    /// `x sigmoid(x)`; where it gates, SwiGLU.
     Silu,
     /// `x Φ(x)`
     Gelu,
@@ -109,7 +100,7 @@ fn yes() -> bool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
-    /// The shape of block.
+    /// The family: the form of its blocks.
     pub family: Family,
     /// Rows of the token table.
     pub vocab_size: usize,
@@ -150,7 +141,7 @@ pub struct ModelSpec {
     /// True if the head multiplies by the token table (Press & Wolf 2017).
     #[serde(default)]
     pub tie_embeddings: bool,
-    /// Rotary positions; present exactly in `llama`.
+    /// Rotary positions; absent exactly in families that learn theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope: Option<RopeSpec>,
     /// Maximum number of tokens that a query sees, including its own (Beltagy et al. 2020).
@@ -189,34 +180,7 @@ impl ModelSpec {
     /// A GPT-2 of these sizes: heads of `dim / heads`, MLP of `4 dim`, tied, with biases, no
     /// dropout.
     pub fn gpt2(vocab_size: usize, dim: usize, layers: usize, heads: usize, max_positions: usize) -> ModelSpec {
-        ModelSpec {
-            family: Family::Gpt2,
-            vocab_size,
-            dim,
-            layers,
-            heads,
-            kv_heads: heads,
-            head_dim: dim / heads.max(1),
-            ffn_dim: 4 * dim,
-            max_positions,
-            activation: Activation::GeluTanh,
-            norm_eps: 1e-5,
-            norm_bias: true,
-            qkv_bias: true,
-            o_bias: true,
-            mlp_bias: true,
-            qk_norm: false,
-            tie_embeddings: true,
-            rope: None,
-            sliding_window: None,
-            sliding_layers: None,
-            dropout: 0.0,
-            init_std: 0.02,
-            bos_token: None,
-            eos_tokens: Vec::new(),
-            pad_token: None,
-            model_type: None,
-        }
+        families::GPT2.usual(&Sizes { vocab_size, dim, layers, heads, max_positions })
     }
 
     /// A Llama of these sizes: as many key/value heads as query heads, heads of `dim / heads`,
@@ -229,18 +193,8 @@ impl ModelSpec {
         ffn_dim: usize,
         max_positions: usize,
     ) -> ModelSpec {
-        ModelSpec {
-            family: Family::Llama,
-            ffn_dim,
-            activation: Activation::Silu,
-            norm_bias: false,
-            qkv_bias: false,
-            o_bias: false,
-            mlp_bias: false,
-            tie_embeddings: false,
-            rope: Some(RopeSpec { theta: 10_000.0, partial_factor: 1.0, scaling: None }),
-            ..ModelSpec::gpt2(vocab_size, dim, layers, heads, max_positions)
-        }
+        let usual = families::LLAMA.usual(&Sizes { vocab_size, dim, layers, heads, max_positions });
+        ModelSpec { ffn_dim, ..usual }
     }
 
     /// Columns of the fused query/key/value matrix: `(h + 2 h_kv) c`.
@@ -253,15 +207,14 @@ impl ModelSpec {
         self.sliding_window.filter(|_| self.sliding_layers.as_ref().is_none_or(|layers| layers.contains(&layer)))
     }
 
-    /// Columns of a head that are rotated; 0 without rotary positions. Rounded down as the field
-    /// does.
+    /// Columns of a head that are rotated; 0 without rotary positions.
     pub fn rotary_dim(&self) -> usize {
-        self.rope.as_ref().map_or(0, |rope| (self.head_dim as f64 * rope.partial_factor) as usize)
+        self.rope.as_ref().map_or(0, |rope| rope.columns(self.head_dim))
     }
 
     /// The number of positions that have weights; None if positions are computed.
     pub fn learned_positions(&self) -> Option<usize> {
-        self.rope.is_none().then_some(self.max_positions)
+        (self.family.form().positions == Positions::Learned).then_some(self.max_positions)
     }
 
     /// Checks that a model can be built. The error names the first field that prevents it.
@@ -299,10 +252,7 @@ impl ModelSpec {
         if !(self.init_std > 0.0 && self.init_std.is_finite()) {
             return fail("init_std", format!("{} is not a positive number", self.init_std));
         }
-        match self.family {
-            Family::Gpt2 => self.validate_gpt2()?,
-            Family::Llama => self.validate_llama()?,
-        }
+        self.family.validate(self)?;
         match (self.sliding_window, &self.sliding_layers) {
             (Some(0), _) => return fail("sliding_window", "0: a token must at least see itself".into()),
             (None, Some(_)) => return fail("sliding_layers", "given without sliding_window".into()),
@@ -322,49 +272,34 @@ impl ModelSpec {
         }
         Ok(())
     }
+}
 
-    fn validate_gpt2(&self) -> Result<()> {
-        let fail = |field, problem: &str| Err(ModelError::Spec { field, problem: problem.into() });
-        if self.rope.is_some() {
-            return fail("rope", "family gpt2 learns its positions; remove [model.rope] or use family llama");
-        }
-        if self.qk_norm {
-            return fail("qk_norm", "family gpt2 has none; use family llama");
-        }
-        Ok(())
+impl RopeSpec {
+    /// Columns of a head of `head_dim` that are rotated, rounded down as the field does.
+    pub fn columns(&self, head_dim: usize) -> usize {
+        (head_dim as f64 * self.partial_factor) as usize
     }
 
-    fn validate_llama(&self) -> Result<()> {
+    /// Checks the rotation of heads that are `head_dim` wide.
+    pub(crate) fn validate(&self, head_dim: usize) -> Result<()> {
         let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
-        let Some(rope) = &self.rope else {
-            return fail(
-                "rope",
-                "family llama needs [model.rope] with its theta (10000 unless the model says otherwise)".into(),
-            );
-        };
-        if self.norm_bias {
-            return fail("norm_bias", "family llama has RMSNorm, which has no bias".into());
+        if !(self.theta > 1.0 && self.theta.is_finite()) {
+            return fail("rope.theta", format!("{} is not a number above 1", self.theta));
         }
-        if self.activation != Activation::Silu {
-            return fail("activation", "family llama gates with silu".into());
+        if !(self.partial_factor > 0.0 && self.partial_factor <= 1.0) {
+            return fail("rope.partial_factor", format!("{} is not in (0, 1]", self.partial_factor));
         }
-        if !(rope.theta > 1.0 && rope.theta.is_finite()) {
-            return fail("rope.theta", format!("{} is not a number above 1", rope.theta));
-        }
-        if !(rope.partial_factor > 0.0 && rope.partial_factor <= 1.0) {
-            return fail("rope.partial_factor", format!("{} is not in (0, 1]", rope.partial_factor));
-        }
-        let rotary = self.rotary_dim();
+        let rotary = self.columns(head_dim);
         if rotary == 0 || !rotary.is_multiple_of(2) {
             return fail(
                 "head_dim",
                 format!(
                     "{rotary} rotary columns (head_dim {} times rope.partial_factor {}): they rotate in pairs",
-                    self.head_dim, rope.partial_factor
+                    head_dim, self.partial_factor
                 ),
             );
         }
-        let numbers: &[(&str, f64)] = match &rope.scaling {
+        let numbers: &[(&str, f64)] = match &self.scaling {
             None => &[],
             Some(RopeScaling::Linear { factor }) => &[("factor", *factor)],
             Some(RopeScaling::Llama3 {

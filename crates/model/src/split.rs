@@ -4,7 +4,7 @@
 //! unit together. With `sequence`, the rows of the residual stream are divided among the ranks too
 //! (Korthikanti et al. 2022).
 //!
-//! A family's table (`units/cuts.rs`) says for each parameter how it lies on the axis. Everything
+//! A family's table ([`crate::families`]) says for each parameter how it lies on the axis. Everything
 //! else follows here: the heads, the columns of the MLP and the tokens of the vocabulary that a
 //! rank has, the shape and the place of its part of each parameter, and the layout of the residual
 //! stream.
@@ -12,9 +12,9 @@
 //! Parts may be unequal. Where a dimension allows it, parts of it are multiples of [`QUANTUM`], for
 //! the speed of products.
 
+use crate::families::Family;
 use crate::parameter::{ParameterSpec, Piece, Split};
 use crate::spec::ModelSpec;
-use crate::units::cuts::{self, Cut};
 use crate::{ModelError, Result};
 use std::ops::Range;
 use trainyard_program::Layout;
@@ -22,6 +22,27 @@ use trainyard_tensor::ops::{HeadLayout, TablePart};
 
 /// The sizes of parts of large dimensions are multiples of this, except for the last one.
 pub const QUANTUM: usize = 16;
+
+/// The way in which a parameter lies on the tensor axis.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cut {
+    /// Rows are tokens of the vocabulary, divided.
+    VocabularyRows,
+    /// Rows are those of query, key and value heads, divided by heads.
+    HeadRows,
+    /// Columns are those of query heads, divided by heads.
+    HeadColumns,
+    /// Rows are columns of the MLP, divided.
+    FfnRows,
+    /// Rows are columns of the MLP for the gate, then as many for the product, each divided.
+    GateUpRows,
+    /// Columns are columns of the MLP, divided.
+    FfnColumns,
+    /// Whole, for compute on the residual stream.
+    Residual,
+    /// Whole, for compute on each head.
+    EachHead,
+}
 
 /// The place of a rank in a tensor-parallel group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -136,7 +157,7 @@ impl ContextSplit {
 #[derive(Clone, Debug)]
 pub struct Division {
     split: TensorSplit,
-    table: &'static [(&'static str, Cut)],
+    family: Family,
     /// The query heads of each rank.
     heads: Vec<Range<usize>>,
     head_dim: usize,
@@ -172,7 +193,7 @@ impl Division {
         };
         Ok(Division {
             split,
-            table: cuts::table(spec.family),
+            family: spec.family,
             heads: division,
             head_dim,
             whole_heads: [heads, kv_heads],
@@ -211,12 +232,11 @@ impl Division {
     /// A parameter that the family's table does not have.
     pub fn cut(&self, unit: &str, parameters: &mut [ParameterSpec]) -> Result<()> {
         for parameter in parameters {
-            let row = self.table.iter().find(|(name, _)| *name == parameter.name);
-            let Some((_, cut)) = row else {
+            let Some(row) = self.family.row(&parameter.name) else {
                 let problem = format!("the table of splits does not say how `{}` is split", parameter.name);
                 return Err(ModelError::Unit { unit: unit.into(), problem });
             };
-            self.cut_one(*cut, parameter);
+            self.cut_one(row.cut, parameter);
         }
         Ok(())
     }

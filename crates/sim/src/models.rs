@@ -2,7 +2,8 @@
 
 use crate::transformer::{Architecture, Experts};
 use std::collections::BTreeMap;
-use trainyard_model::{Family, ModelSpec};
+use trainyard_model::ModelSpec;
+use trainyard_model::families::MlpKind;
 
 /// Every named model, with its shape.
 pub fn models() -> BTreeMap<String, Architecture> {
@@ -54,7 +55,6 @@ impl From<&ModelSpec> for Architecture {
     /// The shape of one of this project's models, from a configuration or from a Hugging Face
     /// `config.json`.
     fn from(spec: &ModelSpec) -> Architecture {
-        let gated = spec.family == Family::Llama;
         Architecture {
             dim: spec.dim as u32,
             layers: spec.layers as u32,
@@ -64,9 +64,9 @@ impl From<&ModelSpec> for Architecture {
             head_dim: spec.head_dim as u32,
             ffn: spec.ffn_dim as u32,
             vocab: spec.vocab_size as u32,
-            gated,
+            gated: spec.family.form().mlp == MlpKind::Gated,
             tied: spec.tie_embeddings,
-            positions: if gated { 0 } else { spec.max_positions as u32 },
+            positions: spec.learned_positions().unwrap_or(0) as u32,
             experts: None::<Experts>,
             latent: None,
         }

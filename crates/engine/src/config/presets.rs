@@ -2,9 +2,10 @@
 //! be derived anyway are left out, so that a key written beside a preset (`dim`, `layers`) still
 //! changes the keys that depend on it.
 
-use super::sections::{Activation, Family, RopeScaling};
+use super::sections::{Activation, RopeScaling};
 use toml::{Table, Value};
-use trainyard_model::{Activation as ModelActivation, Family as ModelFamily, ModelSpec, RopeScaling as Scaling};
+use trainyard_model::families::Sizes;
+use trainyard_model::{Activation as ModelActivation, ModelSpec, RopeScaling as Scaling};
 
 /// Every name that `model.preset` takes.
 pub const PRESETS: &[&str] = &trainyard_model::PRESET_NAMES;
@@ -14,11 +15,13 @@ pub fn find(name: &str) -> Option<Table> {
     trainyard_model::preset(name).ok().map(|spec| keys(&spec))
 }
 
-/// The width of the MLP when none is given.
-pub(super) fn usual_ffn_dim(family: Family, dim: usize) -> usize {
-    match family {
-        Family::Gpt2 => 4 * dim,
-        Family::Llama => (8 * dim).div_ceil(3).next_multiple_of(64),
+/// The key's value for an activation.
+pub(super) fn activation(activation: ModelActivation) -> Activation {
+    match activation {
+        ModelActivation::Silu => Activation::Silu,
+        ModelActivation::Gelu => Activation::Gelu,
+        ModelActivation::GeluTanh => Activation::GeluTanh,
+        ModelActivation::Relu => Activation::Relu,
     }
 }
 
@@ -26,16 +29,16 @@ fn keys(spec: &ModelSpec) -> Table {
     let mut keys = Table::new();
     let mut set = |key: &str, value: Value| drop(keys.insert(key.to_owned(), value));
     let whole = |n: usize| Value::Integer(n as i64);
-    let gpt2 = spec.family == ModelFamily::Gpt2;
-    let family = if gpt2 { Family::Gpt2 } else { Family::Llama };
-    set("family", Value::String(family.name().to_owned()));
+    let ModelSpec { vocab_size, dim, layers, heads, max_positions, .. } = *spec;
+    let usual = spec.family.usual(&Sizes { vocab_size, dim, layers, heads, max_positions });
+    set("family", Value::String(spec.family.name().to_owned()));
     for (key, value, usual) in [
         ("dim", spec.dim, 0),
         ("layers", spec.layers, 0),
         ("heads", spec.heads, 0),
-        ("kv_heads", spec.kv_heads, spec.heads),
-        ("head_dim", spec.head_dim, spec.dim / spec.heads.max(1)),
-        ("ffn_dim", spec.ffn_dim, usual_ffn_dim(family, spec.dim)),
+        ("kv_heads", spec.kv_heads, usual.kv_heads),
+        ("head_dim", spec.head_dim, usual.head_dim),
+        ("ffn_dim", spec.ffn_dim, usual.ffn_dim),
         ("vocab_size", spec.vocab_size, 0),
         ("max_sequence_length", spec.max_positions, 0),
     ] {
@@ -43,36 +46,32 @@ fn keys(spec: &ModelSpec) -> Table {
             set(key, whole(value));
         }
     }
-    for (key, value, usual) in [("norm_eps", spec.norm_eps, 1e-5), ("init_std", spec.init_std, 0.02)] {
+    for (key, value, usual) in
+        [("norm_eps", spec.norm_eps, usual.norm_eps), ("init_std", spec.init_std, usual.init_std)]
+    {
         if value != usual {
             set(key, Value::Float(value));
         }
     }
     for (key, value, usual) in [
-        ("tie_embeddings", spec.tie_embeddings, gpt2),
-        ("qkv_bias", spec.qkv_bias, gpt2),
-        ("output_bias", spec.o_bias, gpt2),
-        ("mlp_bias", spec.mlp_bias, gpt2),
-        ("qk_norm", spec.qk_norm, false),
+        ("tie_embeddings", spec.tie_embeddings, usual.tie_embeddings),
+        ("qkv_bias", spec.qkv_bias, usual.qkv_bias),
+        ("output_bias", spec.o_bias, usual.o_bias),
+        ("mlp_bias", spec.mlp_bias, usual.mlp_bias),
+        ("qk_norm", spec.qk_norm, usual.qk_norm),
     ] {
         if value != usual {
             set(key, Value::Boolean(value));
         }
     }
-    if let Some(window) = spec.sliding_window {
+    if let Some(window) = spec.sliding_window.filter(|window| Some(*window) != usual.sliding_window) {
         set("sliding_window", whole(window));
     }
-    let activation = match spec.activation {
-        ModelActivation::Silu => Activation::Silu,
-        ModelActivation::Gelu => Activation::Gelu,
-        ModelActivation::GeluTanh => Activation::GeluTanh,
-        ModelActivation::Relu => Activation::Relu,
-    };
-    if activation != if gpt2 { Activation::GeluTanh } else { Activation::Silu } {
-        set("activation", Value::String(activation.name().to_owned()));
+    if spec.activation != usual.activation {
+        set("activation", Value::String(activation(spec.activation).name().to_owned()));
     }
     let Some(rope) = &spec.rope else { return keys };
-    if rope.theta != 10_000.0 {
+    if Some(rope.theta) != usual.rope.as_ref().map(|rope| rope.theta) {
         set("rope_theta", Value::Float(rope.theta));
     }
     let mut scaled = |kind: RopeScaling, factor: f64, more: &[(&str, f64, f64)], original: Option<usize>| {

@@ -9,6 +9,7 @@ use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
+use trainyard_model::Family;
 use trainyard_tensor::cpu::Isa;
 
 /// Upper limit for the tokens of a micro-batch on a rank.

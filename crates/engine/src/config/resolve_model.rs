@@ -1,9 +1,11 @@
 //! Resolves `[model]` and `[optimizer]`, the two sections whose keys depend most on each other.
 
-use super::presets::usual_ffn_dim;
+use super::presets::activation;
 use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::sections::*;
 use super::{Config, ConfigError, Origin, Section};
+use trainyard_model::Family;
+use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
 
 /// Keys of `[model]` that may be given beside a Hugging Face folder.
 const BESIDE_PATH: [&str; 4] = ["preset", "path", "load_weights", "dropout"];
@@ -80,15 +82,23 @@ impl Resolver {
         };
         // A missing `dim` is already a problem; a harmless value avoids reporting it twice.
         let dim = if m.dim.is_some() { dim } else { heads.saturating_mul(2) };
-        let family = self.settle("model.family", &m.family, Family::Llama, "the usual today");
-        let gpt2 = family == Family::Gpt2;
-        let usual = if gpt2 { "as GPT-2 has it" } else { "as Llama has it" };
+        let family = self.settle("model.family", &m.family, families::LLAMA, "the usual today");
+        let form = family.form();
+        let plain_heads = form.heads == HeadsKind::Plain;
+        let sizes = Sizes { vocab_size: m.vocab_size.unwrap_or(1), dim, layers, heads, max_positions: 1 };
+        let usual = family.usual(&sizes);
+        let because = format!("as {} has it", family.title());
+        let as_usual = because.as_str();
 
-        let kv_heads = self.settle("model.kv_heads", &m.kv_heads, heads, format!("as many as heads, {heads}"));
+        let because = match usual.kv_heads == heads {
+            true => format!("as many as heads, {heads}"),
+            false => because.clone(),
+        };
+        let kv_heads = self.settle("model.kv_heads", &m.kv_heads, usual.kv_heads, because);
         self.count("model.kv_heads", Some(kv_heads as u64), 1, 1 << 14);
-        if gpt2 && kv_heads != heads {
+        if plain_heads && kv_heads != heads {
             let message =
-                format!("model.kv_heads = {kv_heads}: gpt2 has no grouped-query attention, so it must be {heads}");
+                format!("model.kv_heads = {kv_heads}: {family} has no grouped-query attention, so it must be {heads}");
             self.problem("model.kv_heads", message);
         } else if kv_heads > 0 && !heads.is_multiple_of(kv_heads) {
             let message = format!("model.kv_heads = {kv_heads} does not divide model.heads = {heads}");
@@ -102,19 +112,16 @@ impl Resolver {
         let because = format!("dim {dim} / heads {heads}");
         let head_dim = self.settle("model.head_dim", &m.head_dim, (dim / heads).max(1), because);
         self.count("model.head_dim", Some(head_dim as u64), 1, 1 << 14);
-        if gpt2 && head_dim.saturating_mul(heads) != dim {
-            let message = format!("model.head_dim = {head_dim}: gpt2 wants heads {heads} x head_dim to be dim {dim}");
+        if plain_heads && head_dim.saturating_mul(heads) != dim {
+            let message =
+                format!("model.head_dim = {head_dim}: {family} wants heads {heads} x head_dim to be dim {dim}");
             self.problem("model.head_dim", message);
-        } else if !gpt2 && !head_dim.is_multiple_of(2) {
+        } else if form.positions == Positions::Rotary && !head_dim.is_multiple_of(2) {
             let message =
                 format!("a head_dim of {head_dim} is odd, and rotary positions turn pairs: make model.head_dim even");
             self.problem("model.head_dim", message);
         }
-        let because = match family {
-            Family::Gpt2 => format!("4 x dim {dim}"),
-            Family::Llama => format!("8/3 x dim {dim}, rounded up to a multiple of 64"),
-        };
-        let ffn = usual_ffn_dim(family, dim);
+        let (ffn, because) = family.usual_ffn_dim(dim);
         let ffn_dim = self.settle("model.ffn_dim", &m.ffn_dim, ffn, because);
         self.count("model.ffn_dim", Some(ffn_dim as u64), 1, 1 << 24);
 
@@ -127,23 +134,27 @@ impl Resolver {
             (None, None) => 1,
         };
         self.count(key, Some(max_sequence_length as u64), 1, 1 << 24);
-        let norm_eps = self.settle("model.norm_eps", &m.norm_eps, 1e-5, usual);
+        let norm_eps = self.settle("model.norm_eps", &m.norm_eps, usual.norm_eps, as_usual);
         self.within("model.norm_eps", norm_eps, f64::MIN_POSITIVE, 0.1);
-        let init_std = self.settle("model.init_std", &m.init_std, 0.02, "the usual");
+        let init_std = self.settle("model.init_std", &m.init_std, usual.init_std, "the usual");
         self.positive("model.init_std", Some(init_std));
         self.count("model.sliding_window", m.sliding_window.map(|n| n as u64), 1, 1 << 24);
-        if gpt2 {
-            self.unused("model.sliding_window", &m.sliding_window, "gpt2 attends to everything before");
-            self.unused("model.qk_norm", &m.qk_norm.filter(|norm| *norm), "gpt2 has no query/key normalisation");
+        if plain_heads {
+            let because = format!("{family} attends to everything before");
+            self.unused("model.sliding_window", &m.sliding_window, &because);
+            let because = format!("{family} has no query/key normalisation");
+            self.unused("model.qk_norm", &m.qk_norm.filter(|norm| *norm), &because);
         }
-        let mut bias = |key: &str, given: &Option<bool>| self.settle(key, given, gpt2, usual);
-        let tie_embeddings = bias("model.tie_embeddings", &m.tie_embeddings);
-        let qkv_bias = bias("model.qkv_bias", &m.qkv_bias);
-        let output_bias = bias("model.output_bias", &m.output_bias);
-        let mlp_bias = bias("model.mlp_bias", &m.mlp_bias);
-        let activation = if gpt2 { Activation::GeluTanh } else { Activation::Silu };
-        if let Some(other) = m.activation.filter(|other| !gpt2 && *other != Activation::Silu) {
-            self.problem("model.activation", format!("model.activation = {other}: the llama family gates with silu"));
+        let mut flag = |key: &str, given: &Option<bool>, usual: bool| self.settle(key, given, usual, as_usual);
+        let tie_embeddings = flag("model.tie_embeddings", &m.tie_embeddings, usual.tie_embeddings);
+        let qkv_bias = flag("model.qkv_bias", &m.qkv_bias, usual.qkv_bias);
+        let output_bias = flag("model.output_bias", &m.output_bias, usual.o_bias);
+        let mlp_bias = flag("model.mlp_bias", &m.mlp_bias, usual.mlp_bias);
+        let activation = activation(usual.activation);
+        let gated = form.mlp == MlpKind::Gated;
+        if let Some(other) = m.activation.filter(|other| gated && *other != activation) {
+            let message = format!("model.activation = {other}: the {family} family gates with {activation}");
+            self.problem("model.activation", message);
         }
         ModelShape {
             family,
@@ -156,14 +167,14 @@ impl Resolver {
             vocab_size: self.vocabulary(m, inputs),
             max_sequence_length,
             norm_eps,
-            rope: self.rope(m, gpt2),
+            rope: self.rope(m, family, usual.rope.as_ref().map(|rope| rope.theta)),
             tie_embeddings,
             qkv_bias,
             output_bias,
             mlp_bias,
-            qk_norm: m.qk_norm.unwrap_or(false),
-            sliding_window: m.sliding_window,
-            activation: self.settle("model.activation", &m.activation, activation, usual),
+            qk_norm: m.qk_norm.unwrap_or(usual.qk_norm),
+            sliding_window: m.sliding_window.or(usual.sliding_window),
+            activation: self.settle("model.activation", &m.activation, activation, as_usual),
             dropout: m.dropout,
             init_std,
         }
@@ -211,16 +222,17 @@ impl Resolver {
         }
     }
 
-    fn rope(&mut self, m: &ModelSection, gpt2: bool) -> Option<Rope> {
+    fn rope(&mut self, m: &ModelSection, family: Family, usual_theta: Option<f64>) -> Option<Rope> {
         let scaling = m.rope_scaling.unwrap_or(RopeScaling::None);
         let stretched = scaling != RopeScaling::None;
         let (llama3, yarn) = (scaling == RopeScaling::Llama3, scaling == RopeScaling::Yarn);
-        if gpt2 {
-            self.unused("model.rope_theta", &m.rope_theta, "gpt2 has learned positions");
-            self.unused("model.rope_scaling", &m.rope_scaling, "gpt2 has learned positions");
+        if usual_theta.is_none() {
+            let learned = format!("{family} has learned positions");
+            self.unused("model.rope_theta", &m.rope_theta, &learned);
+            self.unused("model.rope_scaling", &m.rope_scaling, &learned);
         }
         let none = format!("model.rope_scaling is {scaling}");
-        if !stretched || gpt2 {
+        if !stretched || usual_theta.is_none() {
             self.unused("model.rope_factor", &m.rope_factor, &none);
         }
         if !(llama3 || yarn) {
@@ -234,10 +246,7 @@ impl Resolver {
             self.unused("model.rope_beta_fast", &m.rope_beta_fast, &none);
             self.unused("model.rope_beta_slow", &m.rope_beta_slow, &none);
         }
-        if gpt2 {
-            return None;
-        }
-        let theta = self.settle("model.rope_theta", &m.rope_theta, 10_000.0, "the usual");
+        let theta = self.settle("model.rope_theta", &m.rope_theta, usual_theta?, "the usual");
         if theta <= 1.0 {
             self.problem("model.rope_theta", format!("model.rope_theta = {theta} must be greater than 1"));
         }

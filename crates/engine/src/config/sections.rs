@@ -8,16 +8,7 @@ use super::device::DeviceKind;
 use super::section::section;
 use super::value::{ByteSize, Overrides, Sources, choices};
 use std::path::PathBuf;
-
-choices! {
-    /// A family of models: its kinds of blocks, and their names in Hugging Face files.
-    Family {
-        /// RMSNorm, rotary positions, gated MLP: Llama, Mistral, Qwen2, Qwen3, SmolLM.
-        Llama = "llama",
-        /// LayerNorm, learned positions, GELU: GPT-2.
-        Gpt2 = "gpt2",
-    }
-}
+use trainyard_model::Family;
 
 choices! {
     /// The nonlinearity of the MLP; in the Llama family it gates (SwiGLU).

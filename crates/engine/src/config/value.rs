@@ -10,6 +10,7 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 use std::path::PathBuf;
 use toml::Value;
+use trainyard_model::{FAMILIES, Family};
 
 /// A type that a configuration key can have.
 pub trait ConfigValue: Sized {
@@ -175,6 +176,23 @@ macro_rules! choices {
     };
 }
 pub(super) use choices;
+
+impl ConfigValue for Family {
+    fn expected() -> String {
+        one_of(&family_names())
+    }
+    fn from_value(value: &Value) -> Result<Self, String> {
+        let found = value.as_str().and_then(Family::named);
+        found.ok_or_else(|| wrong_choice::<Self>(value, &family_names()))
+    }
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::String(self.name().to_owned()))
+    }
+}
+
+fn family_names() -> Vec<&'static str> {
+    FAMILIES.iter().map(|family| family.name()).collect()
+}
 
 pub(super) fn one_of(names: &[&str]) -> String {
     let quoted: Vec<_> = names.iter().map(|n| format!("\"{n}\"")).collect();

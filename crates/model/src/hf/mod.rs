@@ -1,20 +1,28 @@
 //! Reads and writes Hugging Face `config.json`.
 //!
-//! Supported `model_type`s: `gpt2`, `llama` (which SmolLM is), `mistral`, `qwen2`, `qwen3`. A key
-//! that changes the function computed is translated, or is an error if its value asks for something
-//! that this crate does not do. Nothing is silently ignored: unknown keys, and keys that only
-//! matter in training and are not followed, are returned as notes for the user.
+//! The families ([`crate::families`]) list the supported `model_type`s and translate their keys;
+//! here is what they share. A key that changes the function computed is translated, or is an error
+//! if its value asks for something that this crate does not do. Nothing is silently ignored:
+//! unknown keys, and keys that only matter in training and are not followed, are returned as notes
+//! for the user.
 
 mod export;
 mod import;
+mod keys;
+mod written;
 
 pub use export::{config_json, export_note, generation_config_json, generation_eos, implied_zeros};
 pub use import::{Imported, from_config_json};
+pub use keys::Keys;
+pub use written::{Written, activation_name};
 
 use crate::ModelError;
 
 /// The supported values of `model_type`.
-pub const MODEL_TYPES: [&str; 5] = ["gpt2", "llama", "mistral", "qwen2", "qwen3"];
+pub fn model_types() -> Vec<&'static str> {
+    let classes = crate::families::FAMILIES.iter().flat_map(|family| family.classes());
+    classes.map(|class| class.model_type).collect()
+}
 
 /// The errors of a `config.json`, and of turning a model into one.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +47,7 @@ pub enum ConfigError {
         found: String,
     },
     /// The model is of an unsupported type.
-    #[error("config.json: model_type `{found}` is not supported; supported are: {}", MODEL_TYPES.join(", "))]
+    #[error("config.json: model_type `{found}` is not supported; supported are: {}", model_types().join(", "))]
     ModelType {
         /// The type in the file.
         found: String,

@@ -2,15 +2,15 @@
 //! `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
 use super::norm::Norm;
-use super::{bias, matrix};
+use crate::families::{MlpKind, Parameters};
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::rope::RopeTables;
-use crate::spec::{self, Family, ModelSpec};
+use crate::spec::{self, ModelSpec};
 use crate::split::{Division, TensorSplit};
 use crate::unit::{
-    Exchange, Forward, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, require_input, without_segments,
+    Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, require_input, without_segments,
 };
-use crate::{ModelError, Result, units};
+use crate::{ModelError, Result};
 use std::ops::Range;
 use std::sync::Arc;
 use trainyard_autograd::functions::LinearOptions;
@@ -66,61 +66,43 @@ enum Mlp {
 }
 
 impl Block {
-    /// Block `layer` of `spec`, unit `layer + 1`. `rope` are the tables all blocks share.
+    /// Block `layer` of `spec`, unit `layer + 1`. `rope` are the tables that blocks share.
     pub fn new(spec: &ModelSpec, layer: usize, rope: Option<Arc<RopeTables>>) -> Block {
-        let mut slots = Slots::new(layer as u32 + 1);
-        let names = Names::of(spec, layer);
+        let mut parameters = Parameters::new(spec, layer as u32 + 1, layer);
         let ModelSpec { dim, ffn_dim, head_dim, .. } = *spec;
         let (q, kv) = (spec.heads * head_dim, spec.kv_heads * head_dim);
 
-        let norm1 = Norm::new(spec, &mut slots, "norm1", &names.norm1);
-        let qkv = {
-            let parts = |what: &str| names.qkv(what, q, kv);
-            let weight = matrix(spec, "attn.qkv.weight", [q + 2 * kv, dim], String::new()).fused(&parts("weight"));
-            let weight = slots.add(names.orient(weight));
-            let bias = spec
-                .qkv_bias
-                .then(|| slots.add(bias("attn.qkv.bias", q + 2 * kv, String::new()).fused(&parts("bias"))));
-            Linear { weight, bias }
+        let norm1 = Norm::new(&mut parameters, "norm1");
+        let qkv = Linear {
+            weight: parameters.matrix("attn.qkv.weight", [q + 2 * kv, dim]),
+            bias: parameters.bias(spec.qkv_bias, "attn.qkv.bias", q + 2 * kv),
         };
         let qk_norm = spec.qk_norm.then(|| {
-            let mut gain = |name: &str, hf_name: &str| {
-                let hf_name = format!("{}.{hf_name}.weight", names.attention);
-                slots.add(ParameterSpec::new(name, &[head_dim], Init::Ones, ParameterKind::Norm, hf_name))
-            };
-            (gain("attn.q_norm.weight", "q_norm"), gain("attn.k_norm.weight", "k_norm"), spec.norm_eps as f32)
+            let mut gain = |name: &str| parameters.add(name, &[head_dim], Init::Ones, ParameterKind::Norm);
+            (gain("attn.q_norm.weight"), gain("attn.k_norm.weight"), spec.norm_eps as f32)
         });
-        let mut residual = |name: &str, inner: usize, hf_name: &str, with_bias: bool| {
-            // GPT-2 makes the products that end on the residual path smaller with depth, so that
-            // its variance does not grow with the number of blocks (Radford et al. 2019, section
-            // 2.3).
-            let mut weight = matrix(spec, &format!("{name}.weight"), [dim, inner], format!("{hf_name}.weight"));
-            if spec.family == Family::Gpt2 {
-                weight.init = Init::Normal { std: (spec.init_std / (2.0 * spec.layers as f64).sqrt()) as f32 };
-            }
-            let weight = slots.add(names.orient(weight));
-            let bias = with_bias.then(|| slots.add(bias(&format!("{name}.bias"), dim, format!("{hf_name}.bias"))));
-            Linear { weight, bias }
+        let out = Linear {
+            weight: parameters.residual_matrix("attn.out.weight", [dim, q]),
+            bias: parameters.bias(spec.o_bias, "attn.out.bias", dim),
         };
-        let out = residual("attn.out", q, &names.out, spec.o_bias);
-        let down = residual("mlp.down", ffn_dim, &names.down, spec.mlp_bias);
-        let norm2 = Norm::new(spec, &mut slots, "norm2", &names.norm2);
-        let (mlp, rows) = match spec.family {
-            Family::Llama => (Mlp::Gated, 2 * ffn_dim),
-            Family::Gpt2 => (Mlp::Plain(activation(spec.activation)), ffn_dim),
+        let down = Linear {
+            weight: parameters.residual_matrix("mlp.down.weight", [dim, ffn_dim]),
+            bias: parameters.bias(spec.mlp_bias, "mlp.down.bias", dim),
         };
-        let up = {
-            let parts = |what: &str| names.up(what, ffn_dim);
-            let weight = matrix(spec, "mlp.up.weight", [rows, dim], String::new()).fused(&parts("weight"));
-            let weight = slots.add(names.orient(weight));
-            let bias = spec.mlp_bias.then(|| slots.add(bias("mlp.up.bias", rows, String::new()).fused(&parts("bias"))));
-            Linear { weight, bias }
+        let norm2 = Norm::new(&mut parameters, "norm2");
+        let (mlp, rows) = match spec.family.form().mlp {
+            MlpKind::Gated => (Mlp::Gated, 2 * ffn_dim),
+            MlpKind::Plain => (Mlp::Plain(activation(spec.activation)), ffn_dim),
+        };
+        let up = Linear {
+            weight: parameters.matrix("mlp.up.weight", [rows, dim]),
+            bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows),
         };
 
         Block {
             name: format!("block.{layer}"),
             layer,
-            parameters: slots.finish(),
+            parameters: parameters.finish(),
             norm: [norm1, norm2],
             qkv,
             qk_norm,
@@ -449,71 +431,5 @@ fn activation(activation: spec::Activation) -> Activation {
         spec::Activation::Gelu => Activation::GeluExact,
         spec::Activation::GeluTanh => Activation::GeluTanh,
         spec::Activation::Relu => Activation::Relu,
-    }
-}
-
-/// The names of a block's parameters in Hugging Face files.
-struct Names {
-    family: Family,
-    norm1: String,
-    norm2: String,
-    attention: String,
-    mlp: String,
-    out: String,
-    down: String,
-}
-
-impl Names {
-    fn of(spec: &ModelSpec, layer: usize) -> Names {
-        let prefix = units::prefix(spec);
-        match spec.family {
-            Family::Gpt2 => {
-                let base = format!("{prefix}h.{layer}");
-                Names {
-                    family: spec.family,
-                    norm1: format!("{base}.ln_1"),
-                    norm2: format!("{base}.ln_2"),
-                    attention: format!("{base}.attn"),
-                    mlp: format!("{base}.mlp"),
-                    out: format!("{base}.attn.c_proj"),
-                    down: format!("{base}.mlp.c_proj"),
-                }
-            }
-            Family::Llama => {
-                let base = format!("{prefix}layers.{layer}");
-                Names {
-                    family: spec.family,
-                    norm1: format!("{base}.input_layernorm"),
-                    norm2: format!("{base}.post_attention_layernorm"),
-                    attention: format!("{base}.self_attn"),
-                    mlp: format!("{base}.mlp"),
-                    out: format!("{base}.self_attn.o_proj"),
-                    down: format!("{base}.mlp.down_proj"),
-                }
-            }
-        }
-    }
-
-    /// GPT-2 stores its matrices as [in, out].
-    fn orient(&self, weight: ParameterSpec) -> ParameterSpec {
-        if self.family == Family::Gpt2 { weight.transposed() } else { weight }
-    }
-
-    fn qkv(&self, what: &str, q: usize, kv: usize) -> Vec<(String, usize)> {
-        let base = &self.attention;
-        match self.family {
-            Family::Gpt2 => vec![(format!("{base}.c_attn.{what}"), q + 2 * kv)],
-            Family::Llama => [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
-                .map(|(n, rows)| (format!("{base}.{n}.{what}"), rows))
-                .into(),
-        }
-    }
-
-    fn up(&self, what: &str, ffn_dim: usize) -> Vec<(String, usize)> {
-        let base = &self.mlp;
-        match self.family {
-            Family::Gpt2 => vec![(format!("{base}.c_fc.{what}"), ffn_dim)],
-            Family::Llama => ["gate_proj", "up_proj"].map(|n| (format!("{base}.{n}.{what}"), ffn_dim)).into(),
-        }
     }
 }

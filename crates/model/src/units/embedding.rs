@@ -1,18 +1,17 @@
 //! The first unit: tokens to rows of the residual stream.
 
-use crate::parameter::{Init, ParameterKind, ParameterSpec};
-use crate::spec::{Family, ModelSpec};
+use crate::Result;
+use crate::families::{Parameters, normal};
+use crate::parameter::{ParameterKind, ParameterSpec};
+use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
-use crate::unit::{
-    Exchange, Forward, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, without_segments,
-};
-use crate::{Result, units};
+use crate::unit::{Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, without_segments};
 use std::ops::Range;
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_program::Layout;
 use trainyard_tensor::ops::TablePart;
 
-/// Token table, plus learned positions in GPT-2, plus dropout.
+/// Token table, plus learned positions where there are some, plus dropout.
 #[derive(Debug)]
 pub struct Embedding {
     parameters: Vec<ParameterSpec>,
@@ -38,22 +37,14 @@ impl Embedding {
 
     /// The embedding of `spec`, unit 0.
     pub fn new(spec: &ModelSpec) -> Embedding {
-        let mut slots = Slots::new(0);
-        let prefix = units::prefix(spec);
-        let mut table = |name: &str, rows: usize, hf_name: &str| {
-            let init = Init::Normal { std: spec.init_std as f32 };
-            let hf_name = format!("{prefix}{hf_name}.weight");
-            slots.add(ParameterSpec::new(name, &[rows, spec.dim], init, ParameterKind::Embedding, hf_name))
+        let mut parameters = Parameters::new(spec, 0, 0);
+        let mut table = |name: &str, rows: usize| {
+            parameters.add(name, &[rows, spec.dim], normal(spec.init_std), ParameterKind::Embedding)
         };
-        let (tokens, positions) = match spec.family {
-            Family::Gpt2 => (
-                table("tokens.weight", spec.vocab_size, "wte"),
-                Some(table("positions.weight", spec.max_positions, "wpe")),
-            ),
-            Family::Llama => (table("tokens.weight", spec.vocab_size, "embed_tokens"), None),
-        };
+        let tokens = table("tokens.weight", spec.vocab_size);
+        let positions = spec.learned_positions().map(|rows| table("positions.weight", rows));
         debug_assert_eq!(tokens, Embedding::TOKENS);
-        Embedding { parameters: slots.finish(), tokens, positions, dropout: spec.dropout as f32, split: None }
+        Embedding { parameters: parameters.finish(), tokens, positions, dropout: spec.dropout as f32, split: None }
     }
 
     /// The part of one rank of a tensor-parallel group. Each rank looks up the tokens that it has,

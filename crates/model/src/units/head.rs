@@ -1,15 +1,15 @@
 //! The last unit: the final norm and the product with the vocabulary, fused with the loss.
 
+use super::Embedding;
 use super::norm::Norm;
-use super::{Embedding, matrix};
+use crate::Result;
+use crate::families::Parameters;
 use crate::parameter::ParameterSpec;
-use crate::spec::{Family, ModelSpec};
+use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
 use crate::unit::{
-    Exchange, Forward, Output, Segment, Segments, Slots, Unit, Value, in_segments, no_segment, require_input,
-    without_segments,
+    Exchange, Forward, Output, Segment, Segments, Unit, Value, in_segments, no_segment, require_input, without_segments,
 };
-use crate::{Result, units};
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_program::Layout;
 use trainyard_tensor::ops::TablePart;
@@ -37,18 +37,14 @@ struct SplitHead {
 impl Head {
     /// The head of `spec` as unit number `unit`.
     pub fn new(spec: &ModelSpec, unit: u32) -> Head {
-        let mut slots = Slots::new(unit);
-        let norm_name = match spec.family {
-            Family::Gpt2 => "ln_f",
-            Family::Llama => "norm",
-        };
-        let norm = Norm::new(spec, &mut slots, "norm", &format!("{}{norm_name}", units::prefix(spec)));
+        let mut parameters = Parameters::new(spec, unit, 0);
+        let norm = Norm::new(&mut parameters, "norm");
         let (weight, borrowed) = if spec.tie_embeddings {
             (Embedding::TOKENS, vec![Embedding::TOKENS])
         } else {
-            (slots.add(matrix(spec, "lm.weight", [spec.vocab_size, spec.dim], "lm_head.weight".into())), Vec::new())
+            (parameters.matrix("lm.weight", [spec.vocab_size, spec.dim]), Vec::new())
         };
-        Head { parameters: slots.finish(), norm, weight, borrowed, split: None }
+        Head { parameters: parameters.finish(), norm, weight, borrowed, split: None }
     }
 
     /// The part of one rank of a tensor-parallel group. A rank computes the logits of the tokens

@@ -1,9 +1,8 @@
 //! The normalisation before each half of a block and before the head.
 
-use crate::parameter::{Init, ParameterKind, ParameterSpec};
-use crate::spec::{Family, ModelSpec};
-use crate::unit::Slots;
-use crate::{Result, units};
+use crate::Result;
+use crate::families::{NormKind, Parameters};
+use crate::parameter::{Init, ParameterKind};
 use trainyard_autograd::{ParamId, Tape, Var};
 
 #[derive(Clone, Copy, Debug)]
@@ -13,22 +12,15 @@ pub(super) enum Norm {
 }
 
 impl Norm {
-    /// The norm `name`, called `hf_name` in files.
-    pub fn new(spec: &ModelSpec, slots: &mut Slots, name: &str, hf_name: &str) -> Norm {
-        let weight = slots.add(ParameterSpec::new(
-            &format!("{name}.weight"),
-            &[spec.dim],
-            Init::Ones,
-            ParameterKind::Norm,
-            format!("{hf_name}.weight"),
-        ));
+    /// The norm `name` of the residual stream.
+    pub fn new(parameters: &mut Parameters<'_>, name: &str) -> Norm {
+        let spec = parameters.spec();
+        let weight = parameters.add(&format!("{name}.weight"), &[spec.dim], Init::Ones, ParameterKind::Norm);
         let eps = spec.norm_eps as f32;
-        match spec.family {
-            Family::Llama => Norm::Rms { weight, eps },
-            Family::Gpt2 => {
-                let bias = spec
-                    .norm_bias
-                    .then(|| slots.add(units::bias(&format!("{name}.bias"), spec.dim, format!("{hf_name}.bias"))));
+        match spec.family.form().norm {
+            NormKind::Rms => Norm::Rms { weight, eps },
+            NormKind::Layer => {
+                let bias = parameters.bias(spec.norm_bias, &format!("{name}.bias"), spec.dim);
                 Norm::Layer { weight, bias, eps }
             }
         }

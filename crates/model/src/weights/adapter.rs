@@ -4,7 +4,7 @@ use super::file::TensorFile;
 use super::write::put;
 use super::{WeightReader, WeightsError};
 use crate::tuning::AdapterSpec;
-use crate::{Family, Model, ModelError};
+use crate::{Model, ModelError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -195,8 +195,8 @@ where
         "auto_mapping": null,
         "base_model_name_or_path": base,
         "bias": "none",
-        // GPT-2 stores its matrices as [in, out].
-        "fan_in_fan_out": model.spec().is_some_and(|spec| spec.family == Family::Gpt2),
+        // True where files hold matrices as [in, out].
+        "fan_in_fan_out": model.spec().is_some_and(|spec| spec.family.parameters().iter().any(|row| row.transposed)),
         "inference_mode": true,
         "init_lora_weights": true,
         "lora_alpha": alpha,

@@ -4,7 +4,6 @@ use super::file::{StoredTensor, TensorFile};
 use super::{INDEX, SINGLE, WeightsError};
 use crate::hf::implied_zeros;
 use crate::parameter::{ParameterSpec, Source, UnitLayout};
-use crate::spec::Family;
 use crate::{Model, ModelError};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -330,11 +329,7 @@ fn open_files(folder: &Path) -> Result<(Vec<TensorFile>, Places), WeightsError> 
 
 /// Drops masks and rotary tables that old files hold beside weights.
 fn drop_buffers(model: &Model, places: &mut Places, notes: &mut Vec<String>) {
-    let suffixes: &[&str] = match model.spec().map(|spec| spec.family) {
-        Some(Family::Gpt2) => &[".attn.bias", ".attn.masked_bias"],
-        Some(Family::Llama) => &[".rotary_emb.inv_freq"],
-        None => &[],
-    };
+    let suffixes = model.spec().map_or(&[][..], |spec| spec.family.buffers());
     let before = places.len();
     places.retain(|name, _| !suffixes.iter().any(|suffix| name.ends_with(suffix)));
     if places.len() < before {
@@ -348,7 +343,7 @@ fn drop_buffers(model: &Model, places: &mut Places, notes: &mut Vec<String>) {
 /// Adds the prefix that files of a bare decoder lack.
 fn add_prefix(model: &Model, places: &mut Places) {
     let Some(spec) = model.spec() else { return };
-    let prefix = crate::units::prefix(spec);
+    let prefix = spec.family.prefix();
     if places.keys().any(|name| name.starts_with(prefix)) {
         return;
     }

@@ -1,0 +1,207 @@
+//! GPT-2 (Radford et al. 2019): LayerNorm, learned positions, an MLP of two products. Files hold its
+//! matrices transposed.
+
+use super::{
+    Class, Definition, Form, GPT2, HeadsKind, MlpKind, NormKind, Positions, ResidualInit, Row, Sizes, refuse, row,
+    transposed,
+};
+use crate::Result;
+use crate::hf::{ConfigError, Keys, Written, activation_name};
+use crate::spec::{Activation, ModelSpec};
+use crate::split::Cut;
+use serde_json::{Value, json};
+
+/// The definition of the family.
+pub(super) struct Gpt2;
+
+const CLASS: Class = Class { model_type: "gpt2", architecture: "GPT2LMHeadModel" };
+
+const PARAMETERS: &[Row] = &[
+    row("tokens.weight", Cut::VocabularyRows, &["transformer.wte.weight"]),
+    row("positions.weight", Cut::Residual, &["transformer.wpe.weight"]),
+    row("norm1.weight", Cut::Residual, &["transformer.h.{}.ln_1.weight"]),
+    row("norm1.bias", Cut::Residual, &["transformer.h.{}.ln_1.bias"]),
+    transposed("attn.qkv.weight", Cut::HeadRows, &["transformer.h.{}.attn.c_attn.weight"]),
+    row("attn.qkv.bias", Cut::HeadRows, &["transformer.h.{}.attn.c_attn.bias"]),
+    transposed("attn.out.weight", Cut::HeadColumns, &["transformer.h.{}.attn.c_proj.weight"]),
+    row("attn.out.bias", Cut::Residual, &["transformer.h.{}.attn.c_proj.bias"]),
+    row("norm2.weight", Cut::Residual, &["transformer.h.{}.ln_2.weight"]),
+    row("norm2.bias", Cut::Residual, &["transformer.h.{}.ln_2.bias"]),
+    transposed("mlp.up.weight", Cut::FfnRows, &["transformer.h.{}.mlp.c_fc.weight"]),
+    row("mlp.up.bias", Cut::FfnRows, &["transformer.h.{}.mlp.c_fc.bias"]),
+    transposed("mlp.down.weight", Cut::FfnColumns, &["transformer.h.{}.mlp.c_proj.weight"]),
+    row("mlp.down.bias", Cut::Residual, &["transformer.h.{}.mlp.c_proj.bias"]),
+    row("norm.weight", Cut::Residual, &["transformer.ln_f.weight"]),
+    row("norm.bias", Cut::Residual, &["transformer.ln_f.bias"]),
+    row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
+];
+
+impl Definition for Gpt2 {
+    fn name(&self) -> &'static str {
+        "gpt2"
+    }
+
+    fn title(&self) -> &'static str {
+        "GPT-2"
+    }
+
+    fn about(&self) -> &'static str {
+        "LayerNorm, learned positions, GELU: GPT-2."
+    }
+
+    fn classes(&self) -> &'static [Class] {
+        &[CLASS]
+    }
+
+    fn prefix(&self) -> &'static str {
+        "transformer."
+    }
+
+    fn parameters(&self) -> &'static [Row] {
+        PARAMETERS
+    }
+
+    fn buffers(&self) -> &'static [&'static str] {
+        &[".attn.bias", ".attn.masked_bias"]
+    }
+
+    fn form(&self) -> Form {
+        Form {
+            norm: NormKind::Layer,
+            positions: Positions::Learned,
+            mlp: MlpKind::Plain,
+            heads: HeadsKind::Plain,
+            residual_init: ResidualInit::Depth,
+        }
+    }
+
+    fn usual(&self, sizes: &Sizes) -> ModelSpec {
+        let Sizes { vocab_size, dim, layers, heads, max_positions } = *sizes;
+        ModelSpec {
+            family: GPT2,
+            vocab_size,
+            dim,
+            layers,
+            heads,
+            kv_heads: heads,
+            head_dim: dim / heads.max(1),
+            ffn_dim: 4 * dim,
+            max_positions,
+            activation: Activation::GeluTanh,
+            norm_eps: 1e-5,
+            norm_bias: true,
+            qkv_bias: true,
+            o_bias: true,
+            mlp_bias: true,
+            qk_norm: false,
+            tie_embeddings: true,
+            rope: None,
+            sliding_window: None,
+            sliding_layers: None,
+            dropout: 0.0,
+            init_std: 0.02,
+            bos_token: None,
+            eos_tokens: Vec::new(),
+            pad_token: None,
+            model_type: None,
+        }
+    }
+
+    fn usual_ffn_dim(&self, dim: usize) -> (usize, String) {
+        (4 * dim, format!("4 x dim {dim}"))
+    }
+
+    fn validate(&self, spec: &ModelSpec) -> Result<()> {
+        if spec.rope.is_some() {
+            return refuse("rope", "family gpt2 learns its positions; remove [model.rope] or use family llama");
+        }
+        if spec.qk_norm {
+            return refuse("qk_norm", "family gpt2 has none; use family llama");
+        }
+        Ok(())
+    }
+
+    fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
+        let dim = keys.size("n_embd", Some(768))?;
+        let heads = keys.size("n_head", Some(12))?;
+        let layers = keys.size("n_layer", Some(12))?;
+        let max_positions = keys.size("n_positions", Some(1024))?;
+        // Old files repeat the number of positions under this name.
+        keys.refuse("n_ctx", &[Value::from(max_positions)], "it must equal n_positions")?;
+        keys.refuse("scale_attn_weights", &[Value::Bool(true)], "scores are always divided by sqrt(head_dim)")?;
+        keys.refuse("scale_attn_by_inverse_layer_idx", &[Value::Bool(false)], "scores are not scaled by layer")?;
+        // This changes the rounding of transformers' own f16 path, not the function; softmax is
+        // always f32 here.
+        keys.take("reorder_and_upcast_attn");
+        let vocab_size = keys.size("vocab_size", Some(50_257))?;
+        let mut spec = self.usual(&Sizes { vocab_size, dim, layers, heads, max_positions });
+        if heads == 0 || !dim.is_multiple_of(heads) {
+            return Err(ConfigError::Value {
+                key: "n_head".into(),
+                expected: "a divisor of n_embd",
+                found: format!("{heads} with n_embd {dim}"),
+            });
+        }
+        if let Some(inner) = keys.optional_size("n_inner")? {
+            spec.ffn_dim = inner;
+        }
+        spec.activation = keys.activation("activation_function", "gelu_new")?;
+        spec.norm_eps = keys.number("layer_norm_epsilon")?.unwrap_or(1e-5);
+        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
+        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(true);
+        spec.dropout = keys.number("resid_pdrop")?.unwrap_or(0.1);
+        let embedding = keys.number("embd_pdrop")?.unwrap_or(0.1);
+        if embedding != spec.dropout {
+            return Err(ConfigError::Unsupported {
+                key: "embd_pdrop".into(),
+                value: embedding.to_string(),
+                why: "it must equal resid_pdrop: there is one dropout",
+            });
+        }
+        keys.attention_dropout("attn_pdrop", 0.1)?;
+        Ok(spec)
+    }
+
+    fn able(&self, spec: &ModelSpec) -> std::result::Result<Vec<Class>, ConfigError> {
+        let no = |what: &str| Err(ConfigError::NoEquivalent(what.into()));
+        if spec.kv_heads != spec.heads || spec.heads * spec.head_dim != spec.dim {
+            return no("GPT-2 blocks with heads other than dim / heads wide, or grouped");
+        }
+        if spec.sliding_window.is_some() {
+            return no("GPT-2 blocks with a sliding window");
+        }
+        Ok(vec![CLASS])
+    }
+
+    fn write_config(&self, spec: &ModelSpec, _class: Class, keys: &mut Written) {
+        keys.set("n_embd", json!(spec.dim));
+        keys.set("n_layer", json!(spec.layers));
+        keys.set("n_head", json!(spec.heads));
+        keys.set("n_positions", json!(spec.max_positions));
+        keys.set("n_inner", if spec.ffn_dim == 4 * spec.dim { Value::Null } else { json!(spec.ffn_dim) });
+        keys.set("activation_function", json!(activation_name(spec.activation)));
+        keys.set("layer_norm_epsilon", json!(spec.norm_eps));
+        keys.set("resid_pdrop", json!(spec.dropout));
+        keys.set("embd_pdrop", json!(spec.dropout));
+        keys.set("attn_pdrop", json!(0.0));
+    }
+
+    fn implied_zeros(&self, spec: &ModelSpec, _class: Class) -> Vec<(String, Vec<usize>)> {
+        let mut zeros = Vec::new();
+        let mut bias = |present: bool, name: String, size: usize| {
+            if !present {
+                zeros.push((format!("transformer.{name}.bias"), vec![size]));
+            }
+        };
+        for layer in 0..spec.layers {
+            bias(spec.norm_bias, format!("h.{layer}.ln_1"), spec.dim);
+            bias(spec.norm_bias, format!("h.{layer}.ln_2"), spec.dim);
+            bias(spec.qkv_bias, format!("h.{layer}.attn.c_attn"), spec.qkv_dim());
+            bias(spec.o_bias, format!("h.{layer}.attn.c_proj"), spec.dim);
+            bias(spec.mlp_bias, format!("h.{layer}.mlp.c_fc"), spec.ffn_dim);
+            bias(spec.mlp_bias, format!("h.{layer}.mlp.c_proj"), spec.dim);
+        }
+        bias(spec.norm_bias, "ln_f".into(), spec.dim);
+        zeros
+    }
+}

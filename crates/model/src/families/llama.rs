@@ -1,0 +1,290 @@
+//! Llama (Touvron et al. 2023): RMSNorm, rotary positions, a gated MLP of three products. Mistral,
+//! Qwen2, Qwen3 and SmolLM are this with other fields.
+
+use super::{
+    Class, Definition, Form, GPT2, HeadsKind, LLAMA, MlpKind, NormKind, Positions, ResidualInit, Row, Sizes, refuse,
+    row,
+};
+use crate::Result;
+use crate::hf::{ConfigError, Keys, Written};
+use crate::spec::{Activation, ModelSpec, RopeSpec};
+use crate::split::Cut;
+use serde_json::{Value, json};
+
+/// The definition of the family.
+pub(super) struct Llama;
+
+const LLAMA_CLASS: Class = Class { model_type: "llama", architecture: "LlamaForCausalLM" };
+const MISTRAL: Class = Class { model_type: "mistral", architecture: "MistralForCausalLM" };
+const QWEN2: Class = Class { model_type: "qwen2", architecture: "Qwen2ForCausalLM" };
+const QWEN3: Class = Class { model_type: "qwen3", architecture: "Qwen3ForCausalLM" };
+
+const QKV_WEIGHT: &[&str] = &[
+    "model.layers.{}.self_attn.q_proj.weight",
+    "model.layers.{}.self_attn.k_proj.weight",
+    "model.layers.{}.self_attn.v_proj.weight",
+];
+const QKV_BIAS: &[&str] = &[
+    "model.layers.{}.self_attn.q_proj.bias",
+    "model.layers.{}.self_attn.k_proj.bias",
+    "model.layers.{}.self_attn.v_proj.bias",
+];
+const UP_WEIGHT: &[&str] = &["model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"];
+const UP_BIAS: &[&str] = &["model.layers.{}.mlp.gate_proj.bias", "model.layers.{}.mlp.up_proj.bias"];
+
+const PARAMETERS: &[Row] = &[
+    row("tokens.weight", Cut::VocabularyRows, &["model.embed_tokens.weight"]),
+    row("norm1.weight", Cut::Residual, &["model.layers.{}.input_layernorm.weight"]),
+    row("attn.qkv.weight", Cut::HeadRows, QKV_WEIGHT),
+    row("attn.qkv.bias", Cut::HeadRows, QKV_BIAS),
+    row("attn.q_norm.weight", Cut::EachHead, &["model.layers.{}.self_attn.q_norm.weight"]),
+    row("attn.k_norm.weight", Cut::EachHead, &["model.layers.{}.self_attn.k_norm.weight"]),
+    row("attn.out.weight", Cut::HeadColumns, &["model.layers.{}.self_attn.o_proj.weight"]),
+    row("attn.out.bias", Cut::Residual, &["model.layers.{}.self_attn.o_proj.bias"]),
+    row("norm2.weight", Cut::Residual, &["model.layers.{}.post_attention_layernorm.weight"]),
+    row("mlp.up.weight", Cut::GateUpRows, UP_WEIGHT),
+    row("mlp.up.bias", Cut::GateUpRows, UP_BIAS),
+    row("mlp.down.weight", Cut::FfnColumns, &["model.layers.{}.mlp.down_proj.weight"]),
+    row("mlp.down.bias", Cut::Residual, &["model.layers.{}.mlp.down_proj.bias"]),
+    row("norm.weight", Cut::Residual, &["model.norm.weight"]),
+    row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
+];
+
+/// The form of Llama's blocks, which many families share.
+pub(super) const FORM: Form = Form {
+    norm: NormKind::Rms,
+    positions: Positions::Rotary,
+    mlp: MlpKind::Gated,
+    heads: HeadsKind::Grouped,
+    residual_init: ResidualInit::Same,
+};
+
+/// A model with RMSNorm, rotary positions and SwiGLU, without biases: what Llama's relatives start
+/// from.
+pub(super) fn usual(sizes: &Sizes) -> ModelSpec {
+    ModelSpec {
+        family: LLAMA,
+        ffn_dim: LLAMA.usual_ffn_dim(sizes.dim).0,
+        activation: Activation::Silu,
+        norm_bias: false,
+        qkv_bias: false,
+        o_bias: false,
+        mlp_bias: false,
+        tie_embeddings: false,
+        rope: Some(RopeSpec { theta: 10_000.0, partial_factor: 1.0, scaling: None }),
+        ..GPT2.usual(sizes)
+    }
+}
+
+/// Checks what all relatives of Llama demand: rotary positions, and RMSNorm without a bias.
+pub(super) fn validate(spec: &ModelSpec) -> Result<()> {
+    let family = spec.family;
+    let Some(rope) = &spec.rope else {
+        return refuse(
+            "rope",
+            format!("family {family} needs [model.rope] with its theta (10000 unless the model says otherwise)"),
+        );
+    };
+    if spec.norm_bias {
+        return refuse("norm_bias", format!("family {family} has RMSNorm, which has no bias"));
+    }
+    rope.validate(spec.head_dim)
+}
+
+impl Definition for Llama {
+    fn name(&self) -> &'static str {
+        "llama"
+    }
+
+    fn title(&self) -> &'static str {
+        "Llama"
+    }
+
+    fn about(&self) -> &'static str {
+        "RMSNorm, rotary positions, gated MLP: Llama, Mistral, Qwen2, Qwen3, SmolLM."
+    }
+
+    fn classes(&self) -> &'static [Class] {
+        &[LLAMA_CLASS, MISTRAL, QWEN2, QWEN3]
+    }
+
+    fn parameters(&self) -> &'static [Row] {
+        PARAMETERS
+    }
+
+    fn buffers(&self) -> &'static [&'static str] {
+        &[".rotary_emb.inv_freq"]
+    }
+
+    fn form(&self) -> Form {
+        FORM
+    }
+
+    fn usual(&self, sizes: &Sizes) -> ModelSpec {
+        usual(sizes)
+    }
+
+    fn validate(&self, spec: &ModelSpec) -> Result<()> {
+        if spec.activation != Activation::Silu {
+            return refuse("activation", "family llama gates with silu");
+        }
+        validate(spec)
+    }
+
+    fn read_config(&self, keys: &mut Keys, model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
+        let qwen = model_type.starts_with("qwen");
+        let mistral = model_type == "mistral";
+        let dim = keys.size("hidden_size", Some(4096))?;
+        let heads = keys.size("num_attention_heads", Some(32))?;
+        let layers = keys.size("num_hidden_layers", Some(32))?;
+        let vocab_size = keys.size("vocab_size", Some(if qwen { 151_936 } else { 32_000 }))?;
+        let (ffn_dim, positions) = match model_type {
+            "mistral" => (14_336, 131_072),
+            "llama" => (11_008, 2048),
+            _ => (22_016, 32_768),
+        };
+        let ffn_dim = keys.size("intermediate_size", Some(ffn_dim))?;
+        let max_positions = keys.size("max_position_embeddings", Some(positions))?;
+        let mut spec = ModelSpec { ffn_dim, ..usual(&Sizes { vocab_size, dim, layers, heads, max_positions }) };
+        spec.kv_heads = match (keys.optional_size("num_key_value_heads")?, keys.absent("num_key_value_heads")) {
+            (Some(kv_heads), _) => kv_heads,
+            (None, true) if mistral => 8,
+            (None, true) if qwen => 32,
+            (None, _) => heads,
+        };
+        match keys.optional_size("head_dim")? {
+            Some(head_dim) => spec.head_dim = head_dim,
+            None if model_type == "qwen3" => spec.head_dim = 128,
+            None => keys.head_dim_divides(dim, heads)?,
+        }
+        spec.activation = keys.activation("hidden_act", "silu")?;
+        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-6);
+        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
+        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        // attention_bias means all four projections; Qwen2 always has it on three.
+        let attention_bias = match model_type {
+            "llama" | "qwen3" => keys.flag("attention_bias")?.unwrap_or(false),
+            _ => {
+                keys.refuse(
+                    "attention_bias",
+                    &[Value::Bool(model_type == "qwen2"), Value::Bool(false)],
+                    "not in this model_type",
+                )?;
+                false
+            }
+        };
+        spec.qkv_bias = attention_bias || model_type == "qwen2";
+        spec.o_bias = attention_bias;
+        if model_type == "llama" {
+            spec.mlp_bias = keys.flag("mlp_bias")?.unwrap_or(false);
+            // How transformers once split products; the sum is the same.
+            keys.take("pretraining_tp");
+            keys.refuse("rope_interleaved", &[Value::Bool(false)], "rotary halves, as transformers rotates")?;
+        } else {
+            keys.refuse("mlp_bias", &[Value::Bool(false)], "not in this model_type")?;
+        }
+        spec.qk_norm = model_type == "qwen3";
+        windows(keys, model_type, &mut spec)?;
+        spec.rope = Some(keys.rope(max_positions)?);
+        keys.attention_dropout("attention_dropout", 0.0)?;
+        Ok(spec)
+    }
+
+    /// `attention_bias` of Llama and Qwen3 is on all four projections: biases that the model has not
+    /// are zeros. Qwen2, which has three, comes after Llama, because transformers splits text for it
+    /// by a class of its own, whatever `tokenizer.json` says.
+    fn able(&self, spec: &ModelSpec) -> std::result::Result<Vec<Class>, ConfigError> {
+        let no = |what: &str| Err(ConfigError::NoEquivalent(what.into()));
+        if spec.rotary_dim() != spec.head_dim {
+            return no("Llama blocks that rotate part of a head");
+        }
+        let (biases, window) = ((spec.qkv_bias, spec.o_bias, spec.mlp_bias), spec.sliding_window.is_some());
+        let able = [
+            (LLAMA_CLASS, !spec.qk_norm && !window),
+            (MISTRAL, !spec.qk_norm && biases == (false, false, false) && spec.sliding_layers.is_none()),
+            (QWEN2, !spec.qk_norm && biases == (true, false, false)),
+            (QWEN3, spec.qk_norm && !spec.mlp_bias),
+        ];
+        let able: Vec<Class> = able.into_iter().filter_map(|(class, able)| able.then_some(class)).collect();
+        match able.is_empty() {
+            false => Ok(able),
+            true if spec.qk_norm => no("query/key norms together with biases in the MLP"),
+            true => no("a sliding window with these biases, or in some layers only without query/key norms or biases"),
+        }
+    }
+
+    fn write_config(&self, spec: &ModelSpec, class: Class, keys: &mut Written) {
+        keys.decoder(spec);
+        if matches!(class.model_type, "llama" | "qwen3") {
+            keys.set("attention_bias", json!(spec.qkv_bias || spec.o_bias));
+        }
+        match class.model_type {
+            "llama" => keys.set("mlp_bias", json!(spec.mlp_bias)),
+            "mistral" => keys.set("sliding_window", json!(spec.sliding_window)),
+            _ => {
+                keys.set("use_sliding_window", json!(spec.sliding_window.is_some()));
+                keys.set("sliding_window", json!(spec.sliding_window));
+                keys.layer_types(spec);
+                let full_first = (0..spec.layers).take_while(|layer| spec.window(*layer).is_none()).count();
+                keys.set("max_window_layers", json!(full_first));
+            }
+        }
+        keys.rope(spec.rope.as_ref());
+    }
+
+    fn export_catch(&self, spec: &ModelSpec, class: Class) -> Option<&'static str> {
+        (class == QWEN2 && spec.model_type.is_none()).then_some(
+            "only Qwen2 has this sliding window together with these biases: transformers will load the exported model, but split its text as Qwen2 does, \
+             whatever the tokenizer.json says; set model.qkv_bias = false or leave out model.sliding_window to avoid that",
+        )
+    }
+
+    fn implied_zeros(&self, spec: &ModelSpec, class: Class) -> Vec<(String, Vec<usize>)> {
+        let mut zeros = Vec::new();
+        if !matches!(class.model_type, "llama" | "qwen3") || spec.qkv_bias == spec.o_bias {
+            return zeros;
+        }
+        let mut bias = |present: bool, name: String, size: usize| {
+            if !present {
+                zeros.push((format!("model.{name}.bias"), vec![size]));
+            }
+        };
+        for layer in 0..spec.layers {
+            for (name, heads) in [("q_proj", spec.heads), ("k_proj", spec.kv_heads), ("v_proj", spec.kv_heads)] {
+                bias(spec.qkv_bias, format!("layers.{layer}.self_attn.{name}"), heads * spec.head_dim);
+            }
+            bias(spec.o_bias, format!("layers.{layer}.self_attn.o_proj"), spec.dim);
+        }
+        zeros
+    }
+}
+
+/// Sliding windows: Mistral's are in every layer; Qwen's where `layer_types` says, or from
+/// `max_window_layers` on.
+fn windows(keys: &mut Keys, model_type: &str, spec: &mut ModelSpec) -> std::result::Result<(), ConfigError> {
+    let given = !keys.absent("sliding_window");
+    let window = keys.optional_size("sliding_window")?;
+    match model_type {
+        "llama" => {
+            if let Some(window) = window {
+                let why = "model_type llama has no window; mistral has";
+                return Err(ConfigError::Unsupported { key: "sliding_window".into(), value: window.to_string(), why });
+            }
+        }
+        "mistral" => spec.sliding_window = if given { window } else { Some(4096) },
+        _ => {
+            let uses = keys.flag("use_sliding_window")?.unwrap_or(false);
+            let window = if given { window } else { Some(4096) }.filter(|_| uses);
+            let first = keys.typed("max_window_layers", "a whole number", Value::as_u64)?.unwrap_or(28) as usize;
+            let sliding = match keys.sliding_layers(spec.layers)? {
+                None => (first.min(spec.layers)..spec.layers).collect(),
+                Some(sliding) => sliding,
+            };
+            if window.is_some() && !sliding.is_empty() {
+                spec.sliding_window = window;
+                spec.sliding_layers = (sliding.len() < spec.layers).then_some(sliding);
+            }
+        }
+    }
+    Ok(())
+}

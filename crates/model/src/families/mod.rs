@@ -1,0 +1,410 @@
+//! Families of models. A family is one file here: the table of its parameters with their names in
+//! Hugging Face files and their splits, the form of its blocks, and its `config.json`. [`FAMILIES`]
+//! lists them; nothing else in the workspace names one family in particular.
+//!
+//! To add a family, write a file with an implementation of [`Definition`] and add a line to
+//! [`FAMILIES`]. Most families differ from Llama in a few choices of [`Form`]; one with another kind
+//! of block returns it from [`Definition::block`]. `docs/families.md` has the steps.
+
+mod gpt2;
+mod llama;
+
+use crate::hf::{ConfigError, Keys, Written};
+use crate::parameter::{Init, ParameterKind, ParameterSpec};
+use crate::rope::RopeTables;
+use crate::spec::ModelSpec;
+use crate::split::{Cut, Division};
+use crate::unit::{Slots, Unit};
+use crate::units::Block;
+use crate::{ModelError, Result};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+use trainyard_autograd::ParamId;
+
+/// GPT-2.
+pub const GPT2: Family = Family(&gpt2::Gpt2);
+/// Llama, Mistral, Qwen2, Qwen3 and SmolLM.
+pub const LLAMA: Family = Family(&llama::Llama);
+
+/// Every family.
+pub const FAMILIES: &[Family] = &[GPT2, LLAMA];
+
+/// A family, by reference to its definition.
+#[derive(Clone, Copy)]
+pub struct Family(&'static dyn Definition);
+
+/// What a family says of itself.
+pub trait Definition: Send + Sync {
+    /// Its name in configurations and checkpoints: `llama`.
+    fn name(&self) -> &'static str;
+
+    /// Its name in prose: `Llama`.
+    fn title(&self) -> &'static str;
+
+    /// Its members and its parts in one line, for the list of values of `model.family`.
+    fn about(&self) -> &'static str;
+
+    /// Its `model_type`s, each with its class of transformers; the usual one first.
+    fn classes(&self) -> &'static [Class];
+
+    /// The prefix of all names in files but those of the head.
+    fn prefix(&self) -> &'static str {
+        "model."
+    }
+
+    /// Every parameter that a model of the family may have.
+    fn parameters(&self) -> &'static [Row];
+
+    /// Endings of the names of tensors that old files hold beside weights: masks and tables.
+    fn buffers(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// The form of its blocks.
+    fn form(&self) -> Form;
+
+    /// A model of these sizes with everything else as is usual in the family.
+    fn usual(&self, sizes: &Sizes) -> ModelSpec;
+
+    /// The width of the MLP where none is given, and the rule in words.
+    fn usual_ffn_dim(&self, dim: usize) -> (usize, String) {
+        let because = format!("8/3 x dim {dim}, rounded up to a multiple of 64");
+        ((8 * dim).div_ceil(3).next_multiple_of(64), because)
+    }
+
+    /// Checks what only this family demands of a description.
+    ///
+    /// # Errors
+    /// The first field that prevents a model.
+    fn validate(&self, spec: &ModelSpec) -> Result<()>;
+
+    /// Translates the keys of a `config.json` of one of its model types, all but special tokens.
+    ///
+    /// # Errors
+    /// A key that asks for something that is not available.
+    fn read_config(&self, keys: &mut Keys, model_type: &str) -> std::result::Result<ModelSpec, ConfigError>;
+
+    /// The classes of transformers that can express a description, the usual one first.
+    ///
+    /// # Errors
+    /// There is none, with the reason.
+    fn able(&self, spec: &ModelSpec) -> std::result::Result<Vec<Class>, ConfigError>;
+
+    /// Writes the keys of a `config.json` for `class`: all but those that every class has.
+    fn write_config(&self, spec: &ModelSpec, class: Class, keys: &mut Written);
+
+    /// A catch of the export as `class`, for a warning before training.
+    fn export_catch(&self, _spec: &ModelSpec, _class: Class) -> Option<&'static str> {
+        None
+    }
+
+    /// Tensors that `class` insists on although the model has none, which as zeros change nothing.
+    fn implied_zeros(&self, _spec: &ModelSpec, _class: Class) -> Vec<(String, Vec<usize>)> {
+        Vec::new()
+    }
+
+    /// Block `layer`, unit `layer + 1`: the part of it that one rank has. `rope` are the tables of
+    /// this layer, which other layers share.
+    ///
+    /// # Errors
+    /// A block that cannot be split.
+    fn block(
+        &self,
+        spec: &ModelSpec,
+        layer: usize,
+        rope: Option<Arc<RopeTables>>,
+        share: Share<'_>,
+    ) -> Result<Box<dyn Unit>> {
+        let mut block = Block::new(spec, layer, rope);
+        if let Some(division) = share.division {
+            block = block.split(division)?;
+        }
+        Ok(Box::new(if share.on_rows { block.on_rows() } else { block }))
+    }
+}
+
+/// The part of a block that one rank has. The default is all of it.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Share<'a> {
+    /// The shares of a tensor-parallel group in products; None if they are whole.
+    pub division: Option<&'a Division>,
+    /// True if the ranks of a context-parallel group divide the rows of every sequence.
+    pub on_rows: bool,
+}
+
+/// The sizes from which [`Definition::usual`] makes a description.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "the fields of ModelSpec of these names")]
+pub struct Sizes {
+    pub vocab_size: usize,
+    pub dim: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub max_positions: usize,
+}
+
+/// A class of transformers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Class {
+    /// The value of `model_type`.
+    pub model_type: &'static str,
+    /// The class with a language-model head.
+    pub architecture: &'static str,
+}
+
+/// The form of a family's blocks, embedding and head: the choices that its members share.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Form {
+    /// The normalisation.
+    pub norm: NormKind,
+    /// The source of positions.
+    pub positions: Positions,
+    /// The MLP.
+    pub mlp: MlpKind,
+    /// The heads that a block may have.
+    pub heads: HeadsKind,
+    /// The initial values of the products that end on the residual stream.
+    pub residual_init: ResidualInit,
+}
+
+/// A normalisation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NormKind {
+    /// LayerNorm (Ba et al. 2016), with a bias where `norm_bias` says so.
+    Layer,
+    /// RMSNorm (Zhang & Sennrich 2019).
+    Rms,
+}
+
+/// The source of positions.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Positions {
+    /// A learned table that is added to the embedding.
+    Learned,
+    /// Rotations of queries and keys (Su et al. 2021).
+    Rotary,
+}
+
+/// An MLP.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MlpKind {
+    /// `down act(up x)`.
+    Plain,
+    /// `down (act(gate x) * up x)` (Shazeer 2020).
+    Gated,
+}
+
+/// The heads that a block may have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HeadsKind {
+    /// `dim / heads` wide, keys and values for each, no window.
+    Plain,
+    /// Of any even width; several may share keys and values; windows.
+    Grouped,
+}
+
+/// The initial values of the products that end on the residual stream.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ResidualInit {
+    /// As all others.
+    Same,
+    /// Smaller with depth, by `sqrt(2 layers)`, so that the variance of the stream does not grow
+    /// with the number of blocks (Radford et al. 2019, section 2.3).
+    Depth,
+}
+
+/// A parameter of a family: how it is called here and in files, and how it lies on the tensor axis.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Row {
+    /// Its name in its unit: `attn.qkv.weight`.
+    pub name: &'static str,
+    /// How it is split over a tensor-parallel group.
+    pub cut: Cut,
+    /// The tensors of files that it is made of, one below the other; `{}` is the number of the
+    /// layer. One, or as many as the cut has parts ([`Cut::HeadRows`]: query, key, value;
+    /// [`Cut::GateUpRows`]: gate, up).
+    pub files: &'static [&'static str],
+    /// True if files hold it transposed: [in, out].
+    pub transposed: bool,
+}
+
+/// A row of a family's table.
+pub const fn row(name: &'static str, cut: Cut, files: &'static [&'static str]) -> Row {
+    Row { name, cut, files, transposed: false }
+}
+
+/// The row of a matrix that files hold transposed.
+pub const fn transposed(name: &'static str, cut: Cut, files: &'static [&'static str]) -> Row {
+    Row { name, cut, files, transposed: true }
+}
+
+impl Row {
+    /// The name of tensor `file` in files, of block `layer`.
+    pub fn file(&self, file: usize, layer: usize) -> String {
+        self.files[file].replace("{}", &layer.to_string())
+    }
+
+    /// The tensors of files for a parameter of `rows` rows: their names and rows.
+    fn sources(&self, spec: &ModelSpec, layer: usize, rows: usize) -> Vec<(String, usize)> {
+        let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let parts = match self.cut {
+            Cut::HeadRows if self.files.len() == 3 => vec![q, kv, kv],
+            Cut::GateUpRows if self.files.len() == 2 => vec![spec.ffn_dim; 2],
+            _ => vec![rows],
+        };
+        parts.into_iter().enumerate().map(|(file, rows)| (self.file(file, layer), rows)).collect()
+    }
+}
+
+impl Family {
+    /// The family called `name`.
+    pub fn named(name: &str) -> Option<Family> {
+        FAMILIES.iter().copied().find(|family| family.name() == name)
+    }
+
+    /// The family of a `model_type`.
+    pub fn of_model_type(model_type: &str) -> Option<Family> {
+        let has = |family: &&Family| family.classes().iter().any(|class| class.model_type == model_type);
+        FAMILIES.iter().find(has).copied()
+    }
+
+    /// The row of the parameter called `name`.
+    pub fn row(&self, name: &str) -> Option<&'static Row> {
+        self.parameters().iter().find(|row| row.name == name)
+    }
+}
+
+impl Deref for Family {
+    type Target = dyn Definition;
+
+    fn deref(&self) -> &Self::Target {
+        self.0
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Family) -> bool {
+        self.name() == other.name()
+    }
+}
+
+impl Eq for Family {}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Serialize for Family {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
+impl<'de> Deserialize<'de> for Family {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Family, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let known = || FAMILIES.iter().map(|family| family.name()).collect::<Vec<_>>().join(", ");
+        Family::named(&name)
+            .ok_or_else(|| de::Error::custom(format!("no family is called `{name}`; there are: {}", known())))
+    }
+}
+
+/// Adds parameters to a unit, with their names in files from the family's table.
+#[derive(Debug)]
+pub struct Parameters<'a> {
+    spec: &'a ModelSpec,
+    layer: usize,
+    slots: Slots,
+}
+
+impl<'a> Parameters<'a> {
+    /// For unit number `unit` of `spec`; `layer` is the number of the block, if it is one.
+    pub fn new(spec: &'a ModelSpec, unit: u32, layer: usize) -> Parameters<'a> {
+        Parameters { spec, layer, slots: Slots::new(unit) }
+    }
+
+    /// Adds a parameter. One that the family's table does not have gets no name in files: such a
+    /// model can be trained, and neither exported nor split.
+    pub fn add(&mut self, name: &str, shape: &[usize], init: Init, kind: ParameterKind) -> ParamId {
+        let mut parameter = ParameterSpec::new(name, shape, init, kind, String::new());
+        let row = self.spec.family.row(name);
+        let sources = row.map(|row| row.sources(self.spec, self.layer, shape.first().copied().unwrap_or(1)));
+        parameter = parameter.fused(&sources.unwrap_or_default());
+        self.slots.add(if row.is_some_and(|row| row.transposed) { parameter.transposed() } else { parameter })
+    }
+
+    /// The weight of a product, [out, in], normal with the model's deviation.
+    pub fn matrix(&mut self, name: &str, shape: [usize; 2]) -> ParamId {
+        self.add(name, &shape, normal(self.spec.init_std), ParameterKind::Matrix)
+    }
+
+    /// As [`Parameters::matrix`], for a product that ends on the residual stream.
+    pub fn residual_matrix(&mut self, name: &str, shape: [usize; 2]) -> ParamId {
+        let std = match self.spec.family.form().residual_init {
+            ResidualInit::Same => self.spec.init_std,
+            ResidualInit::Depth => self.spec.init_std / (2.0 * self.spec.layers as f64).sqrt(),
+        };
+        self.add(name, &shape, normal(std), ParameterKind::Matrix)
+    }
+
+    /// An addend, zeros, if `present`.
+    pub fn bias(&mut self, present: bool, name: &str, size: usize) -> Option<ParamId> {
+        present.then(|| self.add(name, &[size], Init::Zeros, ParameterKind::Bias))
+    }
+
+    /// The model.
+    pub fn spec(&self) -> &'a ModelSpec {
+        self.spec
+    }
+
+    /// The parameters that were added.
+    pub fn finish(self) -> Vec<ParameterSpec> {
+        self.slots.finish()
+    }
+}
+
+/// Normal around zero with this deviation.
+pub(crate) fn normal(std: f64) -> Init {
+    Init::Normal { std: std as f32 }
+}
+
+/// The error of a description that a family does not allow.
+pub(crate) fn refuse<T>(field: &'static str, problem: impl Into<String>) -> Result<T> {
+    Err(ModelError::Spec { field, problem: problem.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_model_types_are_of_one_family_and_rows_have_as_many_files_as_parts() {
+        let mut names: Vec<&str> = FAMILIES.iter().map(|family| family.name()).collect();
+        names.extend(FAMILIES.iter().flat_map(|family| family.classes().iter().skip(1).map(|class| class.model_type)));
+        let all = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), all, "{names:?}");
+        for family in FAMILIES {
+            for (index, row) in family.parameters().iter().enumerate() {
+                let parts = match row.cut {
+                    Cut::HeadRows => [1, 3],
+                    Cut::GateUpRows => [1, 2],
+                    _ => [1, 1],
+                };
+                assert!(parts.contains(&row.files.len()), "{family} {row:?}");
+                assert!(family.parameters()[..index].iter().all(|other| other.name != row.name), "{family} {row:?}");
+            }
+        }
+    }
+}
