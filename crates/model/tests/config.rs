@@ -186,7 +186,7 @@ fn what_is_not_supported_is_an_error_that_names_the_key() {
         ("[1]", "not a JSON object"),
         ("{}", "no `model_type`"),
         (r#"{"model_type": 3}"#, "`model_type` is 3, expected a string"),
-        (r#"{"model_type": "mamba"}"#, "supported are: gpt2, llama, mistral, qwen2, qwen3"),
+        (r#"{"model_type": "mamba"}"#, "supported are: llama, mistral, qwen2, qwen3, gpt2"),
         (r#"{"model_type": "llama", "hidden_size": "4096"}"#, "`hidden_size` is \"4096\""),
         (r#"{"model_type": "llama", "hidden_size": -1}"#, "`hidden_size` is -1"),
         (r#"{"model_type": "llama", "hidden_size": 0}"#, "positive whole number"),

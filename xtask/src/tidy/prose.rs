@@ -45,6 +45,7 @@ const SHORT_PAGES: &[&str] = &[
     "docs/cost-model.md",
     "docs/data.md",
     "docs/equality.md",
+    "docs/families.md",
     "docs/finding-bottlenecks.md",
     "docs/gpu.md",
     "docs/install.md",

@@ -29,7 +29,7 @@ pub const GPT2: Family = Family(&gpt2::Gpt2);
 pub const LLAMA: Family = Family(&llama::Llama);
 
 /// Every family.
-pub const FAMILIES: &[Family] = &[GPT2, LLAMA];
+pub const FAMILIES: &[Family] = &[LLAMA, GPT2];
 
 /// A family, by reference to its definition.
 #[derive(Clone, Copy)]
