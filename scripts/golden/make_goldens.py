@@ -79,12 +79,30 @@ def models():
         "smollm": (t.LlamaConfig(**llama_like(
             tie_word_embeddings=True, num_attention_heads=4, num_key_value_heads=1, rms_norm_eps=1e-5,
             rope_parameters={"rope_type": "default", "rope_theta": 100000.0})), None),
+        # One layer with a window and one without, whose rotations differ; scores are not divided by sqrt(head_dim).
+        "gemma3": (t.Gemma3TextConfig(**llama_like(
+            head_dim=12, tie_word_embeddings=True, sliding_window=5, query_pre_attn_scalar=10, pad_token_id=0,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}})), None),
+        "olmo2": (t.Olmo2Config(**llama_like(
+            pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})), None),
+        # As many key/value heads as query heads: queries and keys are normalised by one kernel.
+        "olmo2_all_heads": (t.Olmo2Config(**llama_like(
+            pad_token_id=0, num_key_value_heads=HEADS,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0})), None),
+        # Half of each head is rotated, as three quarters are in Phi-4-mini.
+        "phi3": (t.Phi3Config(**llama_like(
+            pad_token_id=0, sliding_window=5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})), None),
     }
 
 
 def initialise(model, seed):
-    """Wide, seeded weights: matrices so that products keep their scale, norms around one, no bias at zero."""
+    """Wide, seeded weights: matrices so that products keep their scale, gains around one, no bias at zero."""
     g = torch.Generator().manual_seed(seed)
+    # Gemma's gains are 1 + w.
+    norm = 0.0 if model.config.model_type == "gemma3_text" else 1.0
     with torch.no_grad():
         for name, p in model.named_parameters():
             draw = torch.randn(p.shape, generator=g)
@@ -94,13 +112,18 @@ def initialise(model, seed):
             elif name.endswith("bias"):
                 p.copy_(draw * 0.2)
             else:
-                p.copy_(1.0 + draw * 0.2)
+                p.copy_(norm + draw * 0.2)
 
 
 def config_as_v4(config):
     """The config as transformers 4 wrote it: `rope_theta` and `rope_scaling` where 5 has `rope_parameters`."""
     old = json.loads(config.to_json_string())
     rope = dict(old.pop("rope_parameters"))
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     old["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     old["rope_scaling"] = None if kind == "default" else {"rope_type": kind} | rope

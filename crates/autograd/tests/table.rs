@@ -5,7 +5,7 @@ mod common;
 
 use common::*;
 use std::sync::Arc;
-use trainyard_autograd::functions::LinearOptions;
+use trainyard_autograd::functions::{Gains, LinearOptions};
 use trainyard_autograd::{Adapter, AdapterOutputs, AutogradError, Policy, Store, TABLE, Tape, Var};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
@@ -112,10 +112,14 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                 t.rope(x[0].clone(), layout, &table, &ints(&device, &[0, 1, 2, 0, 15]))
             })]
         }
-        "qk_norm" => vec![example(&[&[5, layout.columns()]], &[&[6], &[6]], move |t, x| {
-            t.qk_norm(&x[0], layout, p(0), p(1), 1e-5)
-        })],
+        "qk_norm" => vec![
+            example(&[&[5, layout.columns()]], &[&[6], &[6]], move |t, x| t.qk_norm(&x[0], layout, p(0), p(1), 1e-5)),
+            example(&[&[5, layout.columns()]], &[&[6], &[6]], move |t, x| {
+                t.qk_norm_with(&x[0], layout, [p(0), p(1)], 1e-5, Gains::OnePlusWeight)
+            }),
+        ],
         "rms_norm" => vec![
+            example(&[&[5, 24]], &[&[24]], |t, x| t.rms_norm_with(&x[0], p(0), 1e-5, Gains::OnePlusWeight)),
             example(&[&[5, 24]], &[&[24]], |t, x| t.rms_norm(&x[0], p(0), 1e-5)),
             // x also flows past the norm, so backward adds to a gradient that is there.
             example(&[&[5, 24]], &[&[24]], |t, x| {
@@ -131,6 +135,9 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
             }),
         ],
         "swiglu" => vec![example(&[&[5, 14]], &[], |t, x| t.swiglu(&x[0]))],
+        "glu" => [Activation::GeluExact, Activation::GeluTanh]
+            .map(|a| example(&[&[5, 14]], &[], move |t, x| t.glu(&x[0], a)))
+            .into(),
         "activate" => [Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
             .map(|a| example(&[&[5, 14]], &[], move |t, x| t.activate(&x[0], a)))
             .into(),

@@ -6,6 +6,7 @@ mod common;
 use common::Folder;
 use serde_json::{Value, json};
 use std::fs;
+use std::path::Path;
 
 /// A folder `hf` of a tiny model, trained for two steps.
 fn with_model() -> Folder {
@@ -128,4 +129,83 @@ fn shapes_that_cannot_be_exported_are_named_before_training() {
     assert!(trained.stderr.contains(says), "{}", trained.stderr);
     let refused = folder.run(&["export", "runs/tiny", "--out", "hf"]);
     assert!(refused.code == Some(1) && refused.stderr.contains("query/key norms together with"), "{}", refused.stderr);
+}
+
+/// Folders that transformers wrote, of families whose blocks differ from Llama's: they train, and
+/// what is exported computes and generates what the run does.
+#[test]
+fn folders_of_every_family_train_are_exported_and_generate() {
+    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden");
+    let config = common::TINY.split_once("[data]").unwrap().1;
+    for (family, model_type) in [("gemma3", "gemma3_text"), ("olmo2", "olmo2"), ("phi3", "phi3")] {
+        let folder = Folder::new();
+        let path = goldens.join(family).display().to_string();
+        let head =
+            format!("[run]\nname = 'tuned'\n[model]\npath = '{path}'\n[tokenizer]\nkind = 'characters'\n[data]\n");
+        folder.write("tune.toml", head + config);
+        folder.run(&["train", "tune.toml", "--set", "training.steps=8"]).ok();
+        let metrics = fs::read_to_string(folder.join("runs/tuned/metrics.jsonl")).unwrap();
+        let lines = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let losses: Vec<f64> = lines.filter_map(|line| line["loss"].as_f64()).collect();
+        assert!(losses.len() >= 2 && losses[losses.len() - 1] < 0.8 * losses[0], "{family}: {losses:?}");
+
+        folder.run(&["export", "runs/tuned", "--out", "hf"]).ok();
+        let [came, out] = [Path::new(&path).to_owned(), folder.join("hf")].map(|folder| {
+            let config: Value = serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
+            ["model_type", "architectures", "rope_parameters", "layer_types"].map(|key| config[key].clone())
+        });
+        assert_eq!(came[0], json!(model_type));
+        assert_eq!(came, out, "{family}");
+
+        let of = |model: &str| {
+            let eval = ["eval", model, "--data", "text.txt", "--length", "32", "--dtype", "f32", "--json"];
+            let line: Value = serde_json::from_str(&folder.run(&eval).ok().stdout).unwrap();
+            let generate = ["generate", model, "--prompt", "the ", "--tokens", "20", "--temperature", "0"];
+            let generated = folder.run(&[&generate[..], &["--dtype", "f32", "--ignore-eos"]].concat()).ok();
+            (line["loss"].as_f64().unwrap(), generated.stdout)
+        };
+        let (run, exported) = (of("runs/tuned"), of("hf"));
+        assert_eq!(run, exported, "{family}");
+        assert!(run.1.len() > "the \n".len(), "{family}: {run:?}");
+    }
+}
+
+/// A GGUF file instead of a folder: it trains, is evaluated and generates, and a tokenizer beside it
+/// is its own.
+#[test]
+fn a_gguf_file_trains_is_evaluated_exported_and_generates() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden/gguf/gemma3.gguf");
+    let folder = Folder::new();
+    fs::create_dir(folder.join("m")).unwrap();
+    fs::copy(golden, folder.join("m/gemma3.gguf")).unwrap();
+    let config = common::TINY.split_once("[data]").unwrap().1;
+    let head = "[run]\nname = 'tuned'\n[model]\npath = 'm/gemma3.gguf'\n[data]\n";
+    folder.write("tune.toml", format!("{head}{config}"));
+    let refused = folder.run(&["train", "tune.toml", "--set", "training.steps=4"]);
+    assert!(refused.code == Some(1) && refused.stderr.contains("tokenizer"), "{}", refused.stderr);
+    let sets = ["--set", "training.steps=8", "--set", "tokenizer.kind=characters"];
+    let trained = folder.run(&[&["train", "tune.toml"], &sets[..]].concat()).ok();
+    assert!(trained.stderr.contains("tensors are quantised and were decoded to f32"), "{}", trained.stderr);
+    fs::copy(folder.join("runs/tuned/tokenizer.json"), folder.join("m/tokenizer.json")).unwrap();
+
+    let loss = |model: &str| {
+        let eval = ["eval", model, "--data", "text.txt", "--length", "32", "--dtype", "f32", "--json"];
+        let line: Value = serde_json::from_str(&folder.run(&eval).ok().stdout).unwrap();
+        line["loss"].as_f64().unwrap()
+    };
+    let (before, after) = (loss("m/gemma3.gguf"), loss("runs/tuned"));
+    assert!(after < 0.8 * before, "{before} {after}");
+    let generate = |model: &str| {
+        let generate = ["generate", model, "--prompt", "the ", "--tokens", "20", "--temperature", "0", "--ignore-eos"];
+        folder.run(&generate).ok().stdout
+    };
+    assert!(generate("m/gemma3.gguf").len() > "the \n".len());
+    // The file as a Hugging Face folder is the same model.
+    folder.run(&["export", "m/gemma3.gguf", "--out", "hf"]).ok();
+    assert_eq!(loss("hf"), before);
+    let plan =
+        ["plan", "--model", "m/gemma3.gguf", "--global-batch", "4", "--sequence-length", "32", "--cluster", "1x8xH100"];
+    folder.run(&plan).ok();
+    let misplaced = folder.run(&["train", "m/gemma3.gguf"]);
+    assert!(misplaced.stderr.contains("is a GGUF model"), "{}", misplaced.stderr);
 }

@@ -9,8 +9,10 @@ KERNEL(activation_backward)(const T* dy, const T* x, T* dx, long long n, int cur
     map(dy, x, dx, n, [=](float dy, float x) { return dy * curve_slope(curve, x); });
 }
 
-// Where rows are whole packs, a pack lies in one row; else elements are taken one by one.
-KERNEL(swiglu)(const T* gate_up, T* y, long long rows, int width) {
+// y = value(gate) up. Where rows are whole packs, a pack lies in one row; else elements are taken
+// one by one.
+template <class Value>
+DEVICE void gated(const T *gate_up, T *y, i64 rows, int width, Value value) {
     i64 first = pack_start(), n = rows * width;
     if (first >= n) return;
     if (width % PACK == 0 && all_aligned(gate_up, y)) {
@@ -19,24 +21,19 @@ KERNEL(swiglu)(const T* gate_up, T* y, long long rows, int width) {
         load_pack(gate_up, at, 2 * n, true, gate);
         load_pack(gate_up, at + width, 2 * n, true, up);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) gate[k] = gate[k] * sigmoid(gate[k]) * up[k];
+        for (int k = 0; k < PACK; k++) gate[k] = value(gate[k]) * up[k];
         store_pack(y, first, n, true, gate);
         return;
     }
     for (i64 i = first; i < first + PACK && i < n; i++) {
         i64 at = i + i / width * width;
-        float gate = widen(gate_up[at]);
-        y[i] = narrow(gate * sigmoid(gate) * widen(gate_up[at + width]));
+        y[i] = narrow(value(widen(gate_up[at])) * widen(gate_up[at + width]));
     }
 }
 
-DEVICE void swiglu_slopes(float dy, float gate, float up, float &dgate, float &dup) {
-    float s = sigmoid(gate);
-    dgate = dy * up * (s * (1.0f + gate * (1.0f - s)));
-    dup = dy * (gate * s);
-}
-
-KERNEL(swiglu_backward)(const T* dy, const T* gate_up, T* dgate_up, long long rows, int width) {
+// Turns gate and up into their gradients, `slopes(dy, gate, up)` in place.
+template <class Slopes>
+DEVICE void gated_backward(const T *dy, const T *gate_up, T *dgate_up, i64 rows, int width, Slopes slopes) {
     i64 first = pack_start(), n = rows * width;
     if (first >= n) return;
     if (width % PACK == 0 && all_aligned(dy, gate_up, dgate_up)) {
@@ -46,18 +43,42 @@ KERNEL(swiglu_backward)(const T* dy, const T* gate_up, T* dgate_up, long long ro
         load_pack(gate_up, at, 2 * n, true, gate);
         load_pack(gate_up, at + width, 2 * n, true, up);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) swiglu_slopes(d[k], gate[k], up[k], gate[k], up[k]);
+        for (int k = 0; k < PACK; k++) slopes(d[k], gate[k], up[k]);
         store_pack(dgate_up, at, 2 * n, true, gate);
         store_pack(dgate_up, at + width, 2 * n, true, up);
         return;
     }
     for (i64 i = first; i < first + PACK && i < n; i++) {
         i64 at = i + i / width * width;
-        float dgate, dup;
-        swiglu_slopes(widen(dy[i]), widen(gate_up[at]), widen(gate_up[at + width]), dgate, dup);
-        dgate_up[at] = narrow(dgate);
-        dgate_up[at + width] = narrow(dup);
+        float gate = widen(gate_up[at]), up = widen(gate_up[at + width]);
+        slopes(widen(dy[i]), gate, up);
+        dgate_up[at] = narrow(gate);
+        dgate_up[at + width] = narrow(up);
     }
+}
+
+KERNEL(swiglu)(const T* gate_up, T* y, long long rows, int width) {
+    gated(gate_up, y, rows, width, [](float gate) { return gate * sigmoid(gate); });
+}
+
+KERNEL(swiglu_backward)(const T* dy, const T* gate_up, T* dgate_up, long long rows, int width) {
+    gated_backward(dy, gate_up, dgate_up, rows, width, [](float dy, float &gate, float &up) {
+        float s = sigmoid(gate), value = gate * s;
+        gate = dy * up * (s * (1.0f + gate * (1.0f - s)));
+        up = dy * value;
+    });
+}
+
+KERNEL(glu)(const T* gate_up, T* y, long long rows, int width, int curve) {
+    gated(gate_up, y, rows, width, [=](float gate) { return curve_value(curve, gate); });
+}
+
+KERNEL(glu_backward)(const T* dy, const T* gate_up, T* dgate_up, long long rows, int width, int curve) {
+    gated_backward(dy, gate_up, dgate_up, rows, width, [=](float dy, float &gate, float &up) {
+        float value = curve_value(curve, gate);
+        gate = dy * up * curve_slope(curve, gate);
+        up = dy * value;
+    });
 }
 
 KERNEL(epilogue)(const T* x, const T* bias, const T* residual, T* pre, T* y, long long rows, int columns, int curve) {

@@ -75,6 +75,45 @@ fn a_llama_split_over_ranks_trains_as_on_one() {
     );
 }
 
+/// Five layers with a window of five tokens, and one without.
+const GEMMA3: &str = "precision.compute='f32' model.family='gemma3' model.layers=6 model.head_dim=8 model.sliding_window=5";
+
+#[test]
+fn a_gemma_3_divided_over_ranks_trains_as_on_one() {
+    agree(
+        GEMMA3,
+        &[
+            "parallel.tensor_parallel_degree=2",
+            "parallel.tensor_parallel_degree=2 parallel.sequence_parallel=false activation_checkpointing.mode='full'",
+            "parallel.context_parallel_degree=2",
+            "parallel.context_parallel_degree=2 parallel.tensor_parallel_degree=2",
+            "parallel.pipeline_parallel_degree=2 training.accumulation_steps=2",
+        ],
+    );
+}
+
+#[test]
+fn a_phi_3_divided_over_ranks_trains_as_on_one() {
+    agree(
+        "precision.compute='f32' model.family='phi3' model.sliding_window=5",
+        &["parallel.tensor_parallel_degree=2", "parallel.context_parallel_degree=2"],
+    );
+}
+
+#[test]
+fn an_olmo_2_is_divided_by_rows_and_layers_but_not_by_heads() {
+    let olmo2 = "precision.compute='f32' model.family='olmo2'";
+    agree(
+        olmo2,
+        &["parallel.context_parallel_degree=2", "parallel.pipeline_parallel_degree=2 training.accumulation_steps=2"],
+    );
+    let sets = [&set(olmo2)[..], &set("parallel.tensor_parallel_degree=2")].concat();
+    let resolved = resolve(&sets).unwrap();
+    let spec = trainyard_engine::shape::model_spec(&resolved).unwrap();
+    let error = trainyard_engine::shape::model_of(&resolved, spec, 0).unwrap_err().to_string();
+    assert!(error.contains("norms of whole queries and keys need all heads of a token on one rank"), "{error}");
+}
+
 #[test]
 fn a_gpt_2_split_over_ranks_trains_as_on_one() {
     agree(

@@ -7,7 +7,8 @@
 use std::path::Path;
 use trainyard_autograd::{Policy, RandomKey, Tape};
 use trainyard_model::weights::{ExportOptions, WeightReader, export};
-use trainyard_model::{Activation, Forward, Model, ModelSpec, Output, RopeScaling, RopeSpec};
+use trainyard_model::families::{self, Sizes};
+use trainyard_model::{Activation, Family, Forward, Model, ModelSpec, Output, RopeScaling, RopeSpec};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{DType, Device};
 
@@ -38,6 +39,16 @@ fn samples() -> Vec<(&'static str, ModelSpec)> {
         original_max_positions: 16,
     });
     let qwen3 = ModelSpec { qk_norm: true, head_dim: 12, tie_embeddings: true, ..llama.clone() };
+    let sizes = Sizes { vocab_size: VOCAB, dim: 32, layers: 2, heads: 4, max_positions: 64 };
+    let usual = |family: Family| tokens(ModelSpec { init_std: 0.2, ..family.usual(&sizes) });
+    let gemma3 = ModelSpec {
+        kv_heads: 2,
+        head_dim: 12,
+        sliding_window: Some(6),
+        sliding_layers: Some(vec![0]),
+        ..usual(families::GEMMA3)
+    };
+    let half = Some(RopeSpec { theta: 10_000.0, partial_factor: 0.5, scaling: None });
     let biases = |on| ModelSpec { norm_bias: on, qkv_bias: on, o_bias: on, mlp_bias: on, ..gpt2.clone() };
     vec![
         ("gpt2", gpt2.clone()),
@@ -60,10 +71,16 @@ fn samples() -> Vec<(&'static str, ModelSpec)> {
         ("qwen2", ModelSpec { qkv_bias: true, model_type: Some("qwen2".into()), ..llama.clone() }),
         (
             "qwen2_windows_in_some_layers",
-            ModelSpec { qkv_bias: true, sliding_window: Some(6), sliding_layers: Some(vec![1]), ..llama },
+            ModelSpec { qkv_bias: true, sliding_window: Some(6), sliding_layers: Some(vec![1]), ..llama.clone() },
         ),
         ("qwen3", qwen3.clone()),
         ("qwen3_qkv_bias", ModelSpec { qkv_bias: true, ..qwen3.clone() }),
+        ("gemma3", gemma3.clone()),
+        ("gemma3_biases", ModelSpec { qkv_bias: true, o_bias: true, attention_scalar: Some(10.0), ..gemma3 }),
+        ("olmo2", ModelSpec { kv_heads: 2, ..usual(families::OLMO2) }),
+        ("olmo2_biases", ModelSpec { qkv_bias: true, o_bias: true, ..usual(families::OLMO2) }),
+        ("phi3", ModelSpec { kv_heads: 2, ..usual(families::PHI3) }),
+        ("phi3_window_part_of_a_head", ModelSpec { rope: half, sliding_window: Some(6), ..usual(families::PHI3) }),
         ("qwen3_biases_windows", ModelSpec { qkv_bias: true, o_bias: true, sliding_window: Some(6), ..qwen3 }),
     ]
 }

@@ -13,7 +13,7 @@ mod segments;
 pub use segments::{SegmentCost, SegmentedCost, segment_costs, segment_costs_on};
 
 use crate::batch::{Batch, BatchShape};
-use crate::families::MlpKind;
+use crate::families::{MlpKind, NormPlaces, QkNormKind};
 use crate::spec::ModelSpec;
 use crate::unit::{Forward, Unit};
 use crate::{Model, Result};
@@ -203,16 +203,22 @@ impl ModelSpec {
     pub fn multiplied_parameters(&self) -> usize {
         let ModelSpec { dim, ffn_dim, .. } = *self;
         let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());
-        let gated = self.family.form().mlp == MlpKind::Gated;
+        let form = self.family.form();
+        let gated = form.mlp == MlpKind::Gated;
         let up = if gated { 2 * ffn_dim } else { ffn_dim };
         let when = |present: bool, size: usize| if present { size } else { 0 };
         let norm = dim + when(self.norm_bias, dim);
+        let norms = if form.norms == NormPlaces::Both { 4 } else { 2 };
+        let qk_norm = match form.qk_norm {
+            QkNormKind::EachHead => 2 * self.head_dim,
+            QkNormKind::Whole => (qkv + q) / 2,
+        };
         let block = dim * (qkv + q + up + ffn_dim)
-            + 2 * norm
+            + norms * norm
             + when(self.qkv_bias, qkv)
             + when(self.o_bias, dim)
             + when(self.mlp_bias, up + dim)
-            + when(self.qk_norm, 2 * self.head_dim);
+            + when(self.qk_norm, qk_norm);
         self.layers * block + norm + self.vocab_size * dim
     }
 

@@ -6,7 +6,7 @@ use crate::families::Share;
 use crate::init::initialise;
 use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
-use crate::spec::ModelSpec;
+use crate::spec::{ModelSpec, RopeSpec};
 use crate::split::{ContextSplit, Division, TensorSplit};
 use crate::tuning::{Adapters, Tuning, tuned};
 use crate::unit::{Forward, Unit};
@@ -54,7 +54,8 @@ impl Model {
     pub fn split_over(spec: ModelSpec, split: TensorSplit, context: ContextSplit) -> Result<Model> {
         spec.validate()?;
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
-        let rope = RopeTables::new(&spec).map(Arc::new);
+        let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
+        let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));
         let (mut embedding, mut head) = (Embedding::new(&spec), Head::new(&spec, spec.layers as u32 + 1));
         if let Some(division) = &division {
             embedding = embedding.split(division)?;
@@ -67,7 +68,8 @@ impl Model {
         let share = Share { division: division.as_ref(), on_rows: context.ranks > 1 };
         let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
         for layer in 0..spec.layers {
-            units.push(spec.family.block(&spec, layer, rope.clone(), share)?);
+            let local = local.as_ref().filter(|_| spec.window(layer).is_some());
+            units.push(spec.family.block(&spec, layer, local.or(rope.as_ref()).cloned(), share)?);
         }
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));

@@ -1,6 +1,6 @@
 //! Rotary tables, shared by the blocks of a model.
 
-use crate::spec::{ModelSpec, RopeScaling};
+use crate::spec::{RopeScaling, RopeSpec};
 use crate::{ModelError, Result};
 use std::sync::{Arc, Mutex};
 use trainyard_base::lock;
@@ -19,9 +19,8 @@ pub struct RopeTables {
 }
 
 impl RopeTables {
-    /// The tables of `spec`, None when it has no rotary positions.
-    pub fn new(spec: &ModelSpec) -> Option<RopeTables> {
-        let rope = spec.rope.as_ref()?;
+    /// The tables of `rope`, for heads of `head_dim`.
+    pub fn new(rope: &RopeSpec, head_dim: usize) -> RopeTables {
         let scaling = match rope.scaling {
             None => Scaling::None,
             Some(RopeScaling::Linear { factor }) => Scaling::Linear { factor },
@@ -48,7 +47,7 @@ impl RopeTables {
                 truncate,
             },
         };
-        Some(RopeTables { dim: spec.rotary_dim(), theta: rope.theta, scaling, table: Mutex::new(None) })
+        RopeTables { dim: rope.columns(head_dim), theta: rope.theta, scaling, table: Mutex::new(None) }
     }
 
     /// A table for the positions before `end`, at least.

@@ -144,6 +144,12 @@ pub struct ModelSpec {
     /// Rotary positions; absent exactly in families that learn theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope: Option<RopeSpec>,
+    /// Rotary positions of the layers with a window, where they are others (Gemma 3).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local_rope: Option<RopeSpec>,
+    /// The number by whose root scores are divided, where it is not `head_dim` (Gemma).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention_scalar: Option<f64>,
     /// Maximum number of tokens that a query sees, including its own (Beltagy et al. 2020).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
@@ -212,6 +218,11 @@ impl ModelSpec {
         self.rope.as_ref().map_or(0, |rope| rope.columns(self.head_dim))
     }
 
+    /// The rotary positions of `layer`.
+    pub fn rope_of(&self, layer: usize) -> Option<&RopeSpec> {
+        self.local_rope.as_ref().filter(|_| self.window(layer).is_some()).or(self.rope.as_ref())
+    }
+
     /// The number of positions that have weights; None if positions are computed.
     pub fn learned_positions(&self) -> Option<usize> {
         (self.family.form().positions == Positions::Learned).then_some(self.max_positions)
@@ -251,6 +262,12 @@ impl ModelSpec {
         }
         if !(self.init_std > 0.0 && self.init_std.is_finite()) {
             return fail("init_std", format!("{} is not a positive number", self.init_std));
+        }
+        if let Some(scalar) = self.attention_scalar.filter(|scalar| !(*scalar > 0.0 && scalar.is_finite())) {
+            return fail("attention_scalar", format!("{scalar} is not a positive number"));
+        }
+        if let Some(local) = &self.local_rope {
+            local.validate(self.head_dim)?;
         }
         self.family.validate(self)?;
         match (self.sliding_window, &self.sliding_layers) {

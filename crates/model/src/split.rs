@@ -30,6 +30,10 @@ pub enum Cut {
     VocabularyRows,
     /// Rows are those of query, key and value heads, divided by heads.
     HeadRows,
+    /// Elements are those of query heads, divided by heads.
+    QueryRows,
+    /// Elements are those of key heads, divided by heads.
+    KeyRows,
     /// Columns are those of query heads, divided by heads.
     HeadColumns,
     /// Rows are columns of the MLP, divided.
@@ -260,6 +264,19 @@ impl Division {
                 (0, vec![Stretch::own(self.ffn.clone()), Stretch::own(up)])
             }
             Cut::FfnColumns => (1, vec![Stretch::own(self.ffn.clone())]),
+            Cut::QueryRows => {
+                let heads = &self.heads[self.split.rank];
+                (0, vec![Stretch::own(heads.start * self.head_dim..heads.end * self.head_dim)])
+            }
+            Cut::KeyRows => {
+                let keys =
+                    self.whole_heads[0] * self.head_dim..(self.whole_heads[0] + self.whole_heads[1]) * self.head_dim;
+                let of_keys = |range: &Range<usize>| keys.contains(&range.start);
+                let shift = |range: Range<usize>| range.start - keys.start..range.end - keys.start;
+                shared = self.shared_rows().into_iter().filter(of_keys).map(shift).collect();
+                let heads = self.head_rows().into_iter().filter(|stretch| of_keys(&stretch.whole));
+                (0, heads.map(|stretch| Stretch { whole: shift(stretch.whole), ..stretch }).collect())
+            }
             Cut::HeadColumns => {
                 let heads = &self.heads[self.split.rank];
                 (1, vec![Stretch::own(heads.start * self.head_dim..heads.end * self.head_dim)])

@@ -3,8 +3,14 @@
 mod common;
 
 use common::*;
-use trainyard_model::{Activation, ModelSpec, PRESET_NAMES, RopeScaling, RopeSpec, hf, preset};
+use trainyard_model::families::{self, Sizes};
+use trainyard_model::{Activation, Family, ModelSpec, PRESET_NAMES, RopeScaling, RopeSpec, hf, preset};
 use trainyard_tensor::DType;
+
+/// A small model as is usual in a family.
+fn usual(family: Family) -> ModelSpec {
+    family.usual(&Sizes { vocab_size: 97, dim: 32, layers: 2, heads: 4, max_positions: 128 })
+}
 
 /// Our JSON of a model read back is the model, and so is the spelling of transformers 4.
 #[test]
@@ -220,11 +226,44 @@ fn what_is_not_supported_is_an_error_that_names_the_key() {
         (r#"{"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": true}"#, "`scale_attn_by_inverse_layer_idx`"),
         (r#"{"model_type": "gpt2", "add_cross_attention": true}"#, "`add_cross_attention`"),
         (r#"{"model_type": "gpt2", "embd_pdrop": 0.2}"#, "it must equal resid_pdrop"),
+        (r#"{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}"#, "logits are not capped"),
+        (r#"{"model_type": "gemma3_text", "use_bidirectional_attention": true}"#, "attention is causal"),
+        (r#"{"model_type": "gemma3_text", "hidden_activation": "silu"}"#, "gates with gelu_tanh"),
+        (r#"{"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}"#, "rope_parameters.rope_theta"),
+        (r#"{"model_type": "olmo2", "hidden_act": "gelu"}"#, "gates with silu"),
+        (
+            r#"{"model_type": "phi3", "rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1]}}"#,
+            "`rope_type` = longrope is not supported: phi3 stretches rotations by longrope only",
+        ),
+        (
+            r#"{"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4}}"#,
+            "phi3 stretches rotations by longrope only",
+        ),
+        (r#"{"model_type": "phi3", "attention_bias": true}"#, "`attention_bias` = true"),
     ];
     for (text, expect) in cases {
         let error = hf::from_config_json(text).expect_err(text).to_string();
         assert!(error.contains(expect), "{text}: {error:?} does not say {expect:?}");
     }
+}
+
+/// The keys that files of Gemma 3 had before transformers 5, and before 4.53.
+#[test]
+fn windows_and_rotations_of_gemma_3_are_read_in_every_spelling() {
+    let old = r#"{"model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 3,
+        "rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}"#;
+    let spec = hf::from_config_json(old).unwrap().spec;
+    let rope = |theta, factor: Option<f64>| {
+        let scaling = factor.map(|factor| RopeScaling::Linear { factor });
+        Some(RopeSpec { theta, partial_factor: 1.0, scaling })
+    };
+    assert_eq!((spec.sliding_window, spec.sliding_layers.clone()), (Some(8), Some(vec![0, 1, 3])));
+    assert_eq!((spec.rope.clone(), spec.local_rope.clone()), (rope(5e5, Some(8.0)), rope(2e4, None)));
+    assert_eq!(spec.rope_of(2), spec.rope.as_ref());
+    assert_eq!(spec.rope_of(3), spec.local_rope.as_ref());
+    let defaults = hf::from_config_json(r#"{"model_type": "gemma3_text"}"#).unwrap().spec;
+    assert_eq!((defaults.rope, defaults.local_rope), (rope(1e6, None), rope(1e4, None)));
+    assert_eq!((defaults.sliding_window, defaults.sliding_layers.unwrap().len()), (Some(4096), 22));
 }
 
 #[test]
@@ -236,6 +275,12 @@ fn models_that_transformers_does_not_have_are_not_exported() {
         (ModelSpec { rope: rope(0.5), ..llama.clone() }, "part of a head"),
         (ModelSpec { sliding_window: Some(4), sliding_layers: Some(vec![1]), ..llama }, "in some layers only"),
         (ModelSpec { head_dim: 16, ..ModelSpec::gpt2(97, 32, 2, 4, 32) }, "dim / heads"),
+        (ModelSpec { o_bias: true, ..usual(families::GEMMA3) }, "biases on some projections"),
+        (ModelSpec { sliding_window: Some(4), ..usual(families::OLMO2) }, "OLMo 2 blocks with a sliding window"),
+        (
+            ModelSpec { sliding_window: Some(4), sliding_layers: Some(vec![1]), ..usual(families::PHI3) },
+            "Phi-3 blocks with a sliding window in some layers",
+        ),
     ] {
         spec.validate().unwrap();
         let error = hf::config_json(&spec, DType::F32).unwrap_err().to_string();
@@ -247,6 +292,7 @@ fn models_that_transformers_does_not_have_are_not_exported() {
 fn impossible_models_are_refused_by_field() {
     let llama = ModelSpec::llama(97, 32, 2, 4, 40, 128);
     let gpt2 = ModelSpec::gpt2(97, 32, 2, 4, 32);
+    let gemma3 = usual(families::GEMMA3);
     let rope = |theta, partial_factor| Some(RopeSpec { theta, partial_factor, scaling: None });
     for (spec, expect) in [
         (ModelSpec { layers: 0, ..llama.clone() }, "model.layers: 0"),
@@ -266,6 +312,11 @@ fn impossible_models_are_refused_by_field() {
         (ModelSpec { eos_tokens: vec![97], ..llama }, "token 97"),
         (ModelSpec { rope: rope(1e4, 1.0), ..gpt2.clone() }, "model.rope: family gpt2"),
         (ModelSpec { qk_norm: true, ..gpt2 }, "model.qk_norm"),
+        (ModelSpec { qk_norm: false, ..gemma3.clone() }, "model.qk_norm: family gemma3 normalises"),
+        (ModelSpec { attention_scalar: Some(0.0), ..gemma3.clone() }, "model.attention_scalar: 0"),
+        (ModelSpec { local_rope: rope(0.5, 1.0), ..gemma3 }, "model.rope.theta: 0.5"),
+        (ModelSpec { mlp_bias: true, ..usual(families::OLMO2) }, "model.mlp_bias: family olmo2"),
+        (ModelSpec { o_bias: true, ..usual(families::PHI3) }, "family phi3 has none"),
     ] {
         let error = spec.validate().unwrap_err().to_string();
         assert!(error.contains(expect), "{error:?} does not say {expect:?}");

@@ -8,8 +8,9 @@ use common::{KEY, cpu, relative_error, tokens};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use trainyard_autograd::{Deferred, ParamId, Parameters, Place, Policy, RandomKey, Recording, Store, Tape, Var};
+use trainyard_model::families::{self, Sizes};
 use trainyard_model::{
-    BatchSlices, Exchange, Forward, IGNORED, KvCache, Model, ModelError, ModelSpec, Output, Segment, Segments,
+    BatchSlices, Exchange, Family, Forward, IGNORED, KvCache, Model, ModelError, ModelSpec, Output, Segment, Segments,
     TensorSplit, Unit, Value,
 };
 use trainyard_program::{Change, Collective, Layout};
@@ -355,12 +356,25 @@ fn gpt2() -> ModelSpec {
     ModelSpec { dropout: 0.2, ..ModelSpec::gpt2(257, 24, 2, 6, 64) }
 }
 
-fn models() -> [(&'static str, ModelSpec); 4] {
+fn usual(family: Family) -> ModelSpec {
+    let sizes = Sizes { vocab_size: 257, dim: 24, layers: 2, heads: 6, max_positions: 64 };
+    ModelSpec { kv_heads: 2, head_dim: 8, ffn_dim: 40, ..family.usual(&sizes) }
+}
+
+/// A window in one of two layers, and dropout after the norm that ends a half.
+fn gemma3() -> ModelSpec {
+    let sliding_layers = Some(vec![0]);
+    ModelSpec { sliding_window: Some(4), sliding_layers, dropout: 0.2, ..usual(families::GEMMA3) }
+}
+
+fn models() -> [(&'static str, ModelSpec); 6] {
     [
         ("llama, 257 tokens, untied", llama(257, false)),
         ("llama, 1000 tokens, tied", llama(1000, true)),
         ("llama with biases", ModelSpec { qkv_bias: true, o_bias: true, mlp_bias: true, ..llama(257, true) }),
         ("gpt2", gpt2()),
+        ("gemma3", gemma3()),
+        ("phi3", usual(families::PHI3)),
     ]
 }
 
@@ -390,6 +404,14 @@ fn losses_and_every_gradient_are_those_of_the_whole_model() {
             }
         }
     }
+}
+
+#[test]
+fn norms_of_whole_queries_are_not_split_over_ranks() {
+    let split = TensorSplit { rank: 0, ranks: 2, sequence: false };
+    let error = Model::split(usual(families::OLMO2), split).unwrap_err();
+    assert!(matches!(&error, ModelError::Split(_)), "{error}");
+    assert!(error.to_string().contains("norms of whole queries and keys need all heads of a token"), "{error}");
 }
 
 #[test]

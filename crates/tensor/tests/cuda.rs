@@ -225,6 +225,8 @@ fn operations_of_training_are_those_of_the_cpu() {
                 ops::activation_backward(Activation::GeluExact, &a, o.floats(6, &[3, 7]))?,
                 ops::swiglu(&pair)?,
                 ops::swiglu_backward(&pair, &b)?,
+                ops::glu(Activation::GeluTanh, &pair)?,
+                ops::glu_backward(Activation::GeluTanh, &pair, &b)?,
                 ops::dropout(&a, 0.3, key)?,
                 ops::dropout_from(&a, 0.3, key, 200)?,
                 plain::dropout_add(&a, &b, 0.3, key)?,

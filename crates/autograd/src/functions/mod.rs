@@ -22,6 +22,7 @@ mod plain;
 mod pointwise;
 
 pub use linear::LinearOptions;
+pub use norm::Gains;
 
 use crate::tape::Tape;
 use crate::{AutogradError, Backward, Result};
@@ -120,6 +121,7 @@ functions! {
     RmsNorm(norm::RmsNorm):                     "rms_norm",             "x, inverse rms",                    "4 m d; 8 m d",             recomputed;
     LayerNorm(norm::LayerNorm):                 "layer_norm",           "x, mean, inverse deviation",        "7 m d; 11 m d",            recomputed;
     SwiGlu(pointwise::SwiGlu):                  "swiglu",               "gate and up",                       "6 m d; 10 m d",            recomputed;
+    Glu(pointwise::Glu):                        "glu",                  "gate and up",                       "9 m d; 13 m d",            recomputed;
     Activate(pointwise::Activate):              "activate",             "x",                                 "8 m d; 10 m d",            recomputed;
     Embedding(embedding::Embedding):            "embedding",            "nothing",                           "m d; m d",                 kept;
     Dropout(dropout::Dropout):                  "dropout",              "nothing: the mask is regenerated",  "m d; m d",                 kept;

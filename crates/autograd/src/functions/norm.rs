@@ -2,12 +2,33 @@
 //! residual path.
 
 use super::prelude::*;
+use trainyard_tensor::cpu::elementwise::Binary;
 use trainyard_tensor::ops::HeadLayout;
 
 /// RMSNorm (Zhang & Sennrich 2019); inputs are x and weight.
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     eps: f32,
+    gains: Gains,
+}
+
+/// The gains of a norm, as a function of its weight w.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Gains {
+    /// `w`
+    Weight,
+    /// `1 + w`, rounded to the compute dtype (Gemma).
+    OnePlusWeight,
+}
+
+impl Gains {
+    /// The gains. The gradient of w is that of the gains.
+    fn of(self, weight: &Tensor) -> Result<Tensor> {
+        Ok(match self {
+            Gains::Weight => weight.clone(),
+            Gains::OnePlusWeight => ops::plain::with_number(Binary::Add, weight, 1.0)?,
+        })
+    }
 }
 
 /// LayerNorm (Ba et al. 2016); inputs are x, weight and, where present, bias.
@@ -22,14 +43,20 @@ pub struct LayerNorm {
 #[derive(Clone, Debug)]
 pub struct QkNorm {
     layout: HeadLayout,
+    gains: Gains,
 }
 
 impl Tape<'_> {
     /// `x / rms(x) * w` over the last dimension: x [m, d], w [d].
     pub fn rms_norm(&mut self, x: &Var, w: ParamId, eps: f32) -> Result<Var> {
-        let weight = self.parameter(w)?;
-        let (y, inverse_rms) = ops::rms_norm(x.tensor(), &weight.value, eps)?;
-        self.record_one(RmsNorm { eps }, &[x.into(), w.into()], y, |tape| {
+        self.rms_norm_with(x, w, eps, Gains::Weight)
+    }
+
+    /// As [`Tape::rms_norm`], with these gains.
+    pub fn rms_norm_with(&mut self, x: &Var, w: ParamId, eps: f32, gains: Gains) -> Result<Var> {
+        let weight = gains.of(&self.parameter(w)?.value)?;
+        let (y, inverse_rms) = ops::rms_norm(x.tensor(), &weight, eps)?;
+        self.record_one(RmsNorm { eps, gains }, &[x.into(), w.into()], y, |tape| {
             vec![tape.save(x), Saved::Tensor(inverse_rms)]
         })
     }
@@ -49,9 +76,21 @@ impl Tape<'_> {
     /// Normalises each query head by `query` and each key head by `key` ([head_dim]); values pass
     /// unchanged.
     pub fn qk_norm(&mut self, qkv: &Var, layout: HeadLayout, query: ParamId, key: ParamId, eps: f32) -> Result<Var> {
-        let (wq, wk) = (self.parameter(query)?, self.parameter(key)?);
-        let (y, inverse_rms) = ops::qk_norm(qkv.tensor(), layout, &wq.value, &wk.value, eps)?;
-        self.record_one(QkNorm { layout }, &[qkv.into(), query.into(), key.into()], y, |tape| {
+        self.qk_norm_with(qkv, layout, [query, key], eps, Gains::Weight)
+    }
+
+    /// As [`Tape::qk_norm`], with these gains.
+    pub fn qk_norm_with(
+        &mut self,
+        qkv: &Var,
+        layout: HeadLayout,
+        [query, key]: [ParamId; 2],
+        eps: f32,
+        gains: Gains,
+    ) -> Result<Var> {
+        let (wq, wk) = (gains.of(&self.parameter(query)?.value)?, gains.of(&self.parameter(key)?.value)?);
+        let (y, inverse_rms) = ops::qk_norm(qkv.tensor(), layout, &wq, &wk, eps)?;
+        self.record_one(QkNorm { layout, gains }, &[qkv.into(), query.into(), key.into()], y, |tape| {
             vec![tape.save(qkv), Saved::Tensor(inverse_rms)]
         })
     }
@@ -60,17 +99,17 @@ impl Tape<'_> {
 impl Differentiable for RmsNorm {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
-        let (x, inverse_rms, weight) = (cx.saved(0)?, cx.saved(1)?, cx.parameter(1)?);
+        let (x, inverse_rms, weight) = (cx.saved(0)?, cx.saved(1)?, self.gains.of(&cx.parameter(1)?.value)?);
         let mut dw = cx.gradient_target(1)?;
         let dx = cx.take_gradient(0);
         let dw = dw.as_mut().map(|t| (&mut t.tensor, t.overwrite));
-        let dx = ops::rms_norm_backward(&dy, &x, &weight.value, &inverse_rms, dx, dw)?;
+        let dx = ops::rms_norm_backward(&dy, &x, &weight, &inverse_rms, dx, dw)?;
         cx.add_gradient(0, dx)
     }
 
     fn recompute(&self, cx: &mut Backward<'_>) -> Result<Tensor> {
-        let (x, weight) = (cx.saved(0)?, cx.parameter(1)?);
-        Ok(ops::rms_norm(&x, &weight.value, self.eps)?.0)
+        let (x, weight) = (cx.saved(0)?, self.gains.of(&cx.parameter(1)?.value)?);
+        Ok(ops::rms_norm(&x, &weight, self.eps)?.0)
     }
 }
 
@@ -98,11 +137,11 @@ impl Differentiable for QkNorm {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
         let (qkv, inverse_rms) = (cx.saved(0)?, cx.saved(1)?);
-        let (wq, wk) = (cx.parameter(1)?, cx.parameter(2)?);
+        let (wq, wk) = (self.gains.of(&cx.parameter(1)?.value)?, self.gains.of(&cx.parameter(2)?.value)?);
         let (mut dwq, mut dwk) = (cx.gradient_target(1)?, cx.gradient_target(2)?);
         let dwq = dwq.as_mut().map(|t| (&mut t.tensor, t.overwrite));
         let dwk = dwk.as_mut().map(|t| (&mut t.tensor, t.overwrite));
-        let dx = ops::qk_norm_backward(dy, &qkv, self.layout, &wq.value, &wk.value, &inverse_rms, dwq, dwk)?;
+        let dx = ops::qk_norm_backward(dy, &qkv, self.layout, &wq, &wk, &inverse_rms, dwq, dwk)?;
         cx.add_gradient(0, dx)
     }
 }

@@ -28,6 +28,12 @@ pub struct Activate {
 #[derive(Clone, Debug)]
 pub struct SwiGlu;
 
+/// `act(gate) * up` of a fused [m, 2 f] matrix, gate first, for other activations than SiLU.
+#[derive(Clone, Debug)]
+pub struct Glu {
+    activation: Activation,
+}
+
 impl Tape<'_> {
     /// The parameter's compute copy as a value; its gradient goes where the parameter's does.
     pub fn param(&mut self, id: ParamId) -> Result<Var> {
@@ -60,6 +66,31 @@ impl Tape<'_> {
     pub fn swiglu(&mut self, gate_up: &Var) -> Result<Var> {
         let y = ops::swiglu(gate_up.tensor())?;
         self.record_one(SwiGlu, &[gate_up.into()], y, |tape| vec![tape.save(gate_up)])
+    }
+}
+
+impl Tape<'_> {
+    /// `act(gate) * up` of [m, 2 f]: [m, f].
+    pub fn glu(&mut self, gate_up: &Var, activation: Activation) -> Result<Var> {
+        if activation == Activation::Silu {
+            return self.swiglu(gate_up);
+        }
+        let y = ops::glu(activation, gate_up.tensor())?;
+        self.record_one(Glu { activation }, &[gate_up.into()], y, |tape| vec![tape.save(gate_up)])
+    }
+}
+
+impl Differentiable for Glu {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
+        let gate_up = cx.saved(0)?;
+        let dx = ops::glu_backward(self.activation, &gate_up, &dy)?;
+        cx.add_gradient(0, dx)
+    }
+
+    fn recompute(&self, cx: &mut Backward<'_>) -> Result<Tensor> {
+        let gate_up = cx.saved(0)?;
+        Ok(ops::glu(self.activation, &gate_up)?)
     }
 }
 

@@ -128,6 +128,11 @@ kernels! {
     /// dgate_up from dy. Sizes: rows width.
     SWIGLU_BACKWARD = "swiglu_backward", Pointwise, Rule::Elements,
         "const T* dy, const T* gate_up, T* dgate_up, long long rows, int width";
+    /// y = curve(gate) up, as `swiglu` with any curve of `activate`. Sizes: rows width.
+    GLU = "glu", Pointwise, Rule::Elements, "const T* gate_up, T* y, long long rows, int width, int curve";
+    /// dgate_up from dy. Sizes: rows width.
+    GLU_BACKWARD = "glu_backward", Pointwise, Rule::Elements,
+        "const T* dy, const T* gate_up, T* dgate_up, long long rows, int width, int curve";
     /// pre = x + bias, y = curve(pre) + residual: bias [columns]?, residual and pre
     /// [rows, columns]?; y may be x. Sizes: rows columns.
     EPILOGUE = "epilogue", Pointwise, Rule::Elements,

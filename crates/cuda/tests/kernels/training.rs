@@ -112,13 +112,32 @@ dtypes! {
                 launch(&kernels::SWIGLU_BACKWARD, float::<T>(), [half, 1, 1], &arguments);
                 (y.get(), dx.get())
             });
-            let (x, dy) = (wide(&x), wide(&dy));
+            let (gate_up, upstream) = (&x, &dy);
+            let (x, dy) = (wide(gate_up), wide(upstream));
             for i in 0..half {
                 let at = i + i / width * width;
                 let (gate, up, f) = (x[at], x[at + width], Activation::Silu);
                 close("swiglu", &gated[i..=i], &[curve::value(f, gate) * up], 6.0 * slack);
                 close("dgate", &dgated[at..=at], &[dy[i] * up * curve::slope(f, gate)], 6.0 * slack);
                 close("dup", &dgated[at + width..=at + width], &[dy[i] * curve::value(f, gate)], slack);
+            }
+            for (index, f) in CURVES.into_iter().enumerate().skip(1) {
+                let (gated, dgated) = both_orders(|| {
+                    let (x, dy) = (Buffer::new(gate_up), Buffer::new(&upstream[..half]));
+                    let (y, dx) = (Buffer::<T>::empty(half), Buffer::<T>::empty(2 * half));
+                    let shape = [long(rows), int(width), int(index)];
+                    launch(&kernels::GLU, float::<T>(), [half, 1, 1], &[x.at(), y.at(), shape[0], shape[1], shape[2]]);
+                    let arguments = [dy.at(), x.at(), dx.at(), shape[0], shape[1], shape[2]];
+                    launch(&kernels::GLU_BACKWARD, float::<T>(), [half, 1, 1], &arguments);
+                    (y.get(), dx.get())
+                });
+                for i in 0..half {
+                    let at = i + i / width * width;
+                    let (gate, up) = (x[at], x[at + width]);
+                    close(&format!("glu {f:?}"), &gated[i..=i], &[curve::value(f, gate) * up], 6.0 * slack);
+                    close("dgate", &dgated[at..=at], &[dy[i] * up * curve::slope(f, gate)], 6.0 * slack);
+                    close("dup", &dgated[at + width..=at + width], &[dy[i] * curve::value(f, gate)], 6.0 * slack);
+                }
             }
         }
     }

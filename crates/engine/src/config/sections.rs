@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use trainyard_model::Family;
 
 choices! {
-    /// The nonlinearity of the MLP; in the Llama family it gates (SwiGLU).
+    /// The nonlinearity of the MLP; of a gated MLP, that of the gate.
     Activation {
         /// x sigmoid(x).
         Silu = "silu",
@@ -285,7 +285,7 @@ section! {
         #[elsewhere("kv_channels")]
         head_dim: Option<usize> = None;
         /// Width of the MLP. Unset: 4 x `dim` for gpt2; 8/3 x `dim`, rounded up to a multiple of
-        /// 64, for llama.
+        /// 64, for the other families.
         #[elsewhere("intermediate_size", "n_inner", "ffn_hidden_size", "hidden_dim")]
         ffn_dim: Option<usize> = None;
         /// Rows of the embedding. Unset: the tokenizer's vocabulary, rounded up to
@@ -299,13 +299,14 @@ section! {
         /// The longest sequence the model takes. Unset: `training.sequence_length`.
         #[elsewhere("max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")]
         max_sequence_length: Option<usize> = None;
-        /// Added to the variance inside normalisations. Unset: 1e-5.
+        /// Added to the variance inside normalisations. Unset: 1e-5; 1e-6 for gemma3 and olmo2.
         #[elsewhere("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")]
         norm_eps: Option<f64> = None;
-        /// Base of the rotary frequencies. Unset: 10000. Llama family only.
+        /// Base of the rotary frequencies; in gemma3 of the layers without a window, those with one
+        /// have 10000. Unset: 10000; 1000000 for gemma3, 500000 for olmo2. Not for gpt2.
         #[elsewhere("rotary_base", "rope_base")]
         rope_theta: Option<f64> = None;
-        /// The method that stretches rotary frequencies. Unset: none. Llama family only.
+        /// The method that stretches rotary frequencies. Unset: none. Not for gpt2 and phi3.
         #[elsewhere("rope_type", "rope_parameters")]
         rope_scaling: Option<RopeScaling> = None;
         /// The factor of the stretching; needed when `rope_scaling` is not none.
@@ -328,25 +329,26 @@ section! {
         /// yarn: dimensions that turn less often than this are stretched fully. Unset: 1.
         #[elsewhere("beta_slow")]
         rope_beta_slow: Option<f64> = None;
-        /// Use the embedding, transposed, as the head. Unset: true for gpt2, false for llama.
+        /// Use the embedding, transposed, as the head. Unset: true for gpt2 and gemma3, else false.
         #[elsewhere("tie_word_embeddings", "weight_tying")]
         tie_embeddings: Option<bool> = None;
-        /// Biases on queries, keys and values. Unset: true for gpt2, false for llama (Qwen2 has
-        /// them).
+        /// Biases on queries, keys and values. Unset: true for gpt2, else false (Qwen2 has them).
         #[elsewhere("attention_bias", "add_qkv_bias")]
         qkv_bias: Option<bool> = None;
-        /// A bias on attention's output. Unset: true for gpt2, false for llama.
+        /// A bias on attention's output. Unset: true for gpt2, else false.
         output_bias: Option<bool> = None;
-        /// Biases in the MLP. Unset: true for gpt2, false for llama.
+        /// Biases in the MLP, in gpt2 and llama. Unset: true for gpt2, else false.
         mlp_bias: Option<bool> = None;
-        /// RMSNorm on the queries and keys of each head (Qwen3). Unset: false. Llama family only.
+        /// RMSNorm on the queries and keys of each head (Qwen3, Gemma 3) or of all heads together
+        /// (OLMo 2). Unset: true for gemma3 and olmo2, which have no other, else false.
         #[elsewhere("qk_layernorm", "use_qk_norm")]
         qk_norm: Option<bool> = None;
-        /// Number of tokens that attention looks back, the token itself included. Unset: all.
+        /// Number of tokens that attention looks back, the token itself included; in gemma3 in five
+        /// of six layers. Unset: 512 for gemma3, else all.
         #[elsewhere("window_size", "attention_window")]
         sliding_window: Option<usize> = None;
-        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2, silu for llama, which takes no
-        /// other.
+        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2 and gemma3, else silu. Only gpt2
+        /// takes another.
         #[elsewhere("hidden_act", "activation_function")]
         activation: Option<Activation> = None;
         /// Probability with which elements of the embeddings, and of the outputs that blocks add to

@@ -2,8 +2,8 @@
 //! matrices transposed.
 
 use super::{
-    Class, Definition, Form, GPT2, HeadsKind, MlpKind, NormKind, Positions, ResidualInit, Row, Sizes, refuse, row,
-    transposed,
+    Class, Definition, EmbeddingScale, Form, GPT2, Gains, HeadsKind, MlpKind, NormKind, NormPlaces, Positions,
+    QkNormKind, ResidualInit, Row, Sizes, refuse, row, transposed,
 };
 use crate::Result;
 use crate::hf::{ConfigError, Keys, Written, activation_name};
@@ -68,6 +68,10 @@ impl Definition for Gpt2 {
     fn form(&self) -> Form {
         Form {
             norm: NormKind::Layer,
+            gains: Gains::Weight,
+            norms: NormPlaces::Before,
+            qk_norm: QkNormKind::EachHead,
+            embedding: EmbeddingScale::One,
             positions: Positions::Learned,
             mlp: MlpKind::Plain,
             heads: HeadsKind::Plain,
@@ -96,6 +100,8 @@ impl Definition for Gpt2 {
             qk_norm: false,
             tie_embeddings: true,
             rope: None,
+            local_rope: None,
+            attention_scalar: None,
             sliding_window: None,
             sliding_layers: None,
             dropout: 0.0,
@@ -149,15 +155,7 @@ impl Definition for Gpt2 {
         spec.norm_eps = keys.number("layer_norm_epsilon")?.unwrap_or(1e-5);
         spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
         spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(true);
-        spec.dropout = keys.number("resid_pdrop")?.unwrap_or(0.1);
-        let embedding = keys.number("embd_pdrop")?.unwrap_or(0.1);
-        if embedding != spec.dropout {
-            return Err(ConfigError::Unsupported {
-                key: "embd_pdrop".into(),
-                value: embedding.to_string(),
-                why: "it must equal resid_pdrop: there is one dropout",
-            });
-        }
+        spec.dropout = keys.dropout("resid_pdrop", "embd_pdrop", 0.1)?;
         keys.attention_dropout("attn_pdrop", 0.1)?;
         Ok(spec)
     }

@@ -2,8 +2,8 @@
 //! Qwen2, Qwen3 and SmolLM are this with other fields.
 
 use super::{
-    Class, Definition, Form, GPT2, HeadsKind, LLAMA, MlpKind, NormKind, Positions, ResidualInit, Row, Sizes, refuse,
-    row,
+    Class, Definition, EmbeddingScale, Form, GPT2, Gains, HeadsKind, LLAMA, MlpKind, NormKind, NormPlaces, Positions,
+    QkNormKind, ResidualInit, Row, Sizes, refuse, row,
 };
 use crate::Result;
 use crate::hf::{ConfigError, Keys, Written};
@@ -19,17 +19,17 @@ const MISTRAL: Class = Class { model_type: "mistral", architecture: "MistralForC
 const QWEN2: Class = Class { model_type: "qwen2", architecture: "Qwen2ForCausalLM" };
 const QWEN3: Class = Class { model_type: "qwen3", architecture: "Qwen3ForCausalLM" };
 
-const QKV_WEIGHT: &[&str] = &[
+pub(super) const QKV_WEIGHT: &[&str] = &[
     "model.layers.{}.self_attn.q_proj.weight",
     "model.layers.{}.self_attn.k_proj.weight",
     "model.layers.{}.self_attn.v_proj.weight",
 ];
-const QKV_BIAS: &[&str] = &[
+pub(super) const QKV_BIAS: &[&str] = &[
     "model.layers.{}.self_attn.q_proj.bias",
     "model.layers.{}.self_attn.k_proj.bias",
     "model.layers.{}.self_attn.v_proj.bias",
 ];
-const UP_WEIGHT: &[&str] = &["model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"];
+pub(super) const UP_WEIGHT: &[&str] = &["model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"];
 const UP_BIAS: &[&str] = &["model.layers.{}.mlp.gate_proj.bias", "model.layers.{}.mlp.up_proj.bias"];
 
 const PARAMETERS: &[Row] = &[
@@ -53,6 +53,10 @@ const PARAMETERS: &[Row] = &[
 /// The form of Llama's blocks, which many families share.
 pub(super) const FORM: Form = Form {
     norm: NormKind::Rms,
+    gains: Gains::Weight,
+    norms: NormPlaces::Before,
+    qk_norm: QkNormKind::EachHead,
+    embedding: EmbeddingScale::One,
     positions: Positions::Rotary,
     mlp: MlpKind::Gated,
     heads: HeadsKind::Grouped,
@@ -215,6 +219,7 @@ impl Definition for Llama {
 
     fn write_config(&self, spec: &ModelSpec, class: Class, keys: &mut Written) {
         keys.decoder(spec);
+        keys.activation(spec);
         if matches!(class.model_type, "llama" | "qwen3") {
             keys.set("attention_bias", json!(spec.qkv_bias || spec.o_bias));
         }

@@ -6,8 +6,11 @@
 //! [`FAMILIES`]. Most families differ from Llama in a few choices of [`Form`]; one with another kind
 //! of block returns it from [`Definition::block`]. `docs/families.md` has the steps.
 
+mod gemma3;
 mod gpt2;
 mod llama;
+mod olmo2;
+mod phi3;
 
 use crate::hf::{ConfigError, Keys, Written};
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
@@ -22,14 +25,21 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 use trainyard_autograd::ParamId;
+pub use trainyard_autograd::functions::Gains;
 
 /// GPT-2.
 pub const GPT2: Family = Family(&gpt2::Gpt2);
 /// Llama, Mistral, Qwen2, Qwen3 and SmolLM.
 pub const LLAMA: Family = Family(&llama::Llama);
+/// Gemma 3, text only.
+pub const GEMMA3: Family = Family(&gemma3::Gemma3);
+/// OLMo 2.
+pub const OLMO2: Family = Family(&olmo2::Olmo2);
+/// Phi-3 and Phi-4.
+pub const PHI3: Family = Family(&phi3::Phi3);
 
 /// Every family.
-pub const FAMILIES: &[Family] = &[LLAMA, GPT2];
+pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3];
 
 /// A family, by reference to its definition.
 #[derive(Clone, Copy)]
@@ -159,6 +169,14 @@ pub struct Class {
 pub struct Form {
     /// The normalisation.
     pub norm: NormKind,
+    /// The gains of RMS norms as a function of their weights.
+    pub gains: Gains,
+    /// The norms of a half of a block.
+    pub norms: NormPlaces,
+    /// The norm of queries and keys, where `qk_norm` says that there is one.
+    pub qk_norm: QkNormKind,
+    /// The factor on looked-up tokens.
+    pub embedding: EmbeddingScale,
     /// The source of positions.
     pub positions: Positions,
     /// The MLP.
@@ -176,6 +194,35 @@ pub enum NormKind {
     Layer,
     /// RMSNorm (Zhang & Sennrich 2019).
     Rms,
+}
+
+/// The places of the norms of a half of a block, h = attention or MLP.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NormPlaces {
+    /// `x + h(norm(x))`
+    Before,
+    /// `x + norm(h(x))`
+    After,
+    /// `x + norm'(h(norm(x)))`
+    Both,
+}
+
+/// What is normalised by the norm of queries, and by that of keys.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum QkNormKind {
+    /// Each head by itself.
+    EachHead,
+    /// All heads of a token together.
+    Whole,
+}
+
+/// The factor on looked-up tokens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EmbeddingScale {
+    /// None.
+    One,
+    /// `sqrt(dim)`
+    SqrtDim,
 }
 
 /// The source of positions.
@@ -357,6 +404,15 @@ impl<'a> Parameters<'a> {
         self.add(name, &shape, normal(std), ParameterKind::Matrix)
     }
 
+    /// The gains of a norm over `size` elements: ones, whatever the family writes for them.
+    pub fn gain(&mut self, name: &str, size: usize) -> ParamId {
+        let init = match self.spec.family.form().gains {
+            Gains::Weight => Init::Ones,
+            Gains::OnePlusWeight => Init::Zeros,
+        };
+        self.add(name, &[size], init, ParameterKind::Norm)
+    }
+
     /// An addend, zeros, if `present`.
     pub fn bias(&mut self, present: bool, name: &str, size: usize) -> Option<ParamId> {
         present.then(|| self.add(name, &[size], Init::Zeros, ParameterKind::Bias))
@@ -396,6 +452,9 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), all, "{names:?}");
         for family in FAMILIES {
+            // The embedding scales the sum of tokens and positions, where it scales.
+            let form = family.form();
+            assert!(form.positions == Positions::Rotary || form.embedding == EmbeddingScale::One, "{family}");
             for (index, row) in family.parameters().iter().enumerate() {
                 let parts = match row.cut {
                     Cut::HeadRows => [1, 3],

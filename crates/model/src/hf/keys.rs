@@ -166,6 +166,19 @@ impl Keys {
     /// Rotary parameters as transformers 5 writes them (`rope_parameters`) or 4 did (`rope_theta`,
     /// `rope_scaling`).
     pub fn rope(&mut self, positions: usize) -> Result<RopeSpec> {
+        let rope = self.partial_rope(positions)?;
+        if rope.partial_factor != 1.0 {
+            return Err(ConfigError::Unsupported {
+                key: "partial_rotary_factor".into(),
+                value: rope.partial_factor.to_string(),
+                why: "these model types rotate whole heads",
+            });
+        }
+        Ok(rope)
+    }
+
+    /// As [`Keys::rope`], where a part of each head may be rotated.
+    pub fn partial_rope(&mut self, positions: usize) -> Result<RopeSpec> {
         let theta = self.number("rope_theta")?;
         let partial = self.number("partial_rotary_factor")?;
         let mut rules = Map::new();
@@ -182,56 +195,57 @@ impl Keys {
                 }
             }
         }
-        let mut rules = Keys { map: rules, notes: Vec::new() };
-        let theta = rules.number("rope_theta")?.or(theta).unwrap_or(10_000.0);
-        let partial_factor = rules.number("partial_rotary_factor")?.or(partial).unwrap_or(1.0);
-        if partial_factor != 1.0 {
-            return Err(ConfigError::Unsupported {
-                key: "partial_rotary_factor".into(),
-                value: partial_factor.to_string(),
-                why: "these model types rotate whole heads",
-            });
-        }
-        let old_name = rules.text("type")?;
-        let kind = rules.text("rope_type")?.or(old_name).unwrap_or_else(|| "default".into());
-        let original = rules.optional_size("original_max_position_embeddings")?.unwrap_or(positions);
-        let mut needed = |key: &'static str| rules.number(key)?.ok_or(ConfigError::Missing { key });
-        let scaling = match kind.as_str() {
-            "default" => None,
-            "linear" => Some(RopeScaling::Linear { factor: needed("factor")? }),
-            "llama3" => Some(RopeScaling::Llama3 {
-                factor: needed("factor")?,
-                low_freq_factor: needed("low_freq_factor")?,
-                high_freq_factor: needed("high_freq_factor")?,
-                original_max_positions: original,
-            }),
-            "yarn" => Some(RopeScaling::Yarn {
-                factor: needed("factor")?,
-                original_max_positions: original,
-                // Zero means the default, as in transformers.
-                beta_fast: rules.number("beta_fast")?.filter(|b| *b != 0.0).unwrap_or(32.0),
-                beta_slow: rules.number("beta_slow")?.filter(|b| *b != 0.0).unwrap_or(1.0),
-                attention_factor: rules.number("attention_factor")?,
-                mscale: rules.number("mscale")?,
-                mscale_all_dim: rules.number("mscale_all_dim")?,
-                truncate: rules.flag("truncate")?.unwrap_or(true),
-            }),
-            _ => {
-                return Err(ConfigError::Unsupported {
-                    key: "rope_type".into(),
-                    value: kind,
-                    why: "supported are default, linear, llama3, yarn",
-                });
-            }
+        rotation(rules, theta.unwrap_or(10_000.0), partial.unwrap_or(1.0), positions)
+    }
+
+    /// The rotary parameters of layers that see everything and of those with a window, as
+    /// transformers 5 writes them or 4 did (`rope_theta`, `rope_scaling`, `rope_local_base_freq`);
+    /// `thetas` are the defaults.
+    pub fn layered_rope(&mut self, positions: usize, thetas: [f64; 2]) -> Result<[RopeSpec; 2]> {
+        let wrong = |key: &str, found: &Value| ConfigError::Value {
+            key: key.into(),
+            expected: "an object or null",
+            found: found.to_string(),
         };
-        if let Some((key, value)) = rules.map.iter().next() {
+        let theta = self.number("rope_theta")?.unwrap_or(thetas[0]);
+        let local = self.number("rope_local_base_freq")?.unwrap_or(thetas[1]);
+        let mut object = |key: &str| match self.take(key) {
+            None | Some(Value::Null) => Ok(Map::new()),
+            Some(Value::Object(object)) => Ok(object),
+            Some(other) => Err(wrong(key, &other)),
+        };
+        let mut scaling = object("rope_scaling")?;
+        let mut layers = object("rope_parameters")?;
+        let mut of = |key: &str| match layers.shift_remove(key) {
+            None | Some(Value::Null) => Ok(Map::new()),
+            Some(Value::Object(object)) => Ok(object),
+            Some(other) => Err(wrong(key, &other)),
+        };
+        let (full, sliding) = (of("full_attention")?, of("sliding_attention")?);
+        if let Some((key, value)) = layers.iter().next() {
+            let why = "it has rules for full_attention and sliding_attention";
             return Err(ConfigError::Unsupported {
                 key: format!("rope_parameters.{key}"),
                 value: value.to_string(),
-                why: "this rotary rule has no such parameter",
+                why,
             });
         }
-        Ok(RopeSpec { theta, partial_factor, scaling })
+        scaling.extend(full);
+        Ok([rotation(scaling, theta, 1.0, positions)?, rotation(sliding, local, 1.0, positions)?])
+    }
+
+    /// The probability of dropout, which a file gives for branches and again for the embedding.
+    pub fn dropout(&mut self, branches: &str, embedding: &str, default: f64) -> Result<f64> {
+        let dropout = self.number(branches)?.unwrap_or(default);
+        let of_embedding = self.number(embedding)?.unwrap_or(default);
+        if of_embedding == dropout {
+            return Ok(dropout);
+        }
+        Err(ConfigError::Unsupported {
+            key: embedding.into(),
+            value: of_embedding.to_string(),
+            why: "it must equal resid_pdrop: there is one dropout",
+        })
     }
 
     /// The function inside the MLP.
@@ -287,4 +301,51 @@ impl Keys {
         }
         self.notes
     }
+}
+
+/// A rotation from its rules; `theta`, `partial` and `positions` are what they do not say.
+fn rotation(rules: Map<String, Value>, theta: f64, partial: f64, positions: usize) -> Result<RopeSpec> {
+    let mut rules = Keys { map: rules, notes: Vec::new() };
+    let theta = rules.number("rope_theta")?.unwrap_or(theta);
+    let partial_factor = rules.number("partial_rotary_factor")?.unwrap_or(partial);
+    let old_name = rules.text("type")?;
+    let kind = rules.text("rope_type")?.or(old_name).unwrap_or_else(|| "default".into());
+    let original = rules.optional_size("original_max_position_embeddings")?.unwrap_or(positions);
+    let mut needed = |key: &'static str| rules.number(key)?.ok_or(ConfigError::Missing { key });
+    let scaling = match kind.as_str() {
+        "default" => None,
+        "linear" => Some(RopeScaling::Linear { factor: needed("factor")? }),
+        "llama3" => Some(RopeScaling::Llama3 {
+            factor: needed("factor")?,
+            low_freq_factor: needed("low_freq_factor")?,
+            high_freq_factor: needed("high_freq_factor")?,
+            original_max_positions: original,
+        }),
+        "yarn" => Some(RopeScaling::Yarn {
+            factor: needed("factor")?,
+            original_max_positions: original,
+            // Zero means the default, as in transformers.
+            beta_fast: rules.number("beta_fast")?.filter(|b| *b != 0.0).unwrap_or(32.0),
+            beta_slow: rules.number("beta_slow")?.filter(|b| *b != 0.0).unwrap_or(1.0),
+            attention_factor: rules.number("attention_factor")?,
+            mscale: rules.number("mscale")?,
+            mscale_all_dim: rules.number("mscale_all_dim")?,
+            truncate: rules.flag("truncate")?.unwrap_or(true),
+        }),
+        _ => {
+            return Err(ConfigError::Unsupported {
+                key: "rope_type".into(),
+                value: kind,
+                why: "supported are default, linear, llama3, yarn",
+            });
+        }
+    };
+    if let Some((key, value)) = rules.map.iter().next() {
+        return Err(ConfigError::Unsupported {
+            key: format!("rope_parameters.{key}"),
+            value: value.to_string(),
+            why: "this rotary rule has no such parameter",
+        });
+    }
+    Ok(RopeSpec { theta, partial_factor, scaling })
 }

@@ -15,7 +15,8 @@ impl Written {
         self.map.insert(key.into(), value);
     }
 
-    /// The keys that Llama and its relatives share, all but biases, windows and rotations.
+    /// The keys that Llama and its relatives share, all but activations, biases, windows and
+    /// rotations.
     pub fn decoder(&mut self, spec: &ModelSpec) {
         self.set("hidden_size", json!(spec.dim));
         self.set("num_hidden_layers", json!(spec.layers));
@@ -24,9 +25,13 @@ impl Written {
         self.set("head_dim", json!(spec.head_dim));
         self.set("intermediate_size", json!(spec.ffn_dim));
         self.set("max_position_embeddings", json!(spec.max_positions));
-        self.set("hidden_act", json!(activation_name(spec.activation)));
         self.set("rms_norm_eps", json!(spec.norm_eps));
         self.set("attention_dropout", json!(0.0));
+    }
+
+    /// The function inside the MLP.
+    pub fn activation(&mut self, spec: &ModelSpec) {
+        self.set("hidden_act", json!(activation_name(spec.activation)));
     }
 
     /// The kind of attention of each layer.
@@ -43,6 +48,29 @@ impl Written {
         self.set("rope_scaling", if rope.scaling.is_some() { Value::Object(rules.clone()) } else { Value::Null });
         rules.insert("rope_theta".into(), json!(rope.theta));
         self.set("rope_parameters", Value::Object(rules));
+    }
+
+    /// As [`Written::rope`], for classes that may rotate a part of each head.
+    pub fn partial_rope(&mut self, rope: Option<&RopeSpec>) {
+        self.rope(rope);
+        let (Some(rope), Some(Value::Object(rules))) = (rope, self.map.get_mut("rope_parameters")) else { return };
+        rules.insert("partial_rotary_factor".into(), json!(rope.partial_factor));
+        self.set("partial_rotary_factor", json!(rope.partial_factor));
+    }
+
+    /// The rotary keys of layers that see everything and of those with a window, as transformers 5
+    /// and as 4 has them.
+    pub fn layered_rope(&mut self, full: Option<&RopeSpec>, sliding: Option<&RopeSpec>) {
+        let (Some(full), Some(sliding)) = (full, sliding) else { return };
+        let rules = |rope: &RopeSpec| {
+            let mut rules = rope_rules(rope);
+            rules.insert("rope_theta".into(), json!(rope.theta));
+            Value::Object(rules)
+        };
+        self.set("rope_theta", json!(full.theta));
+        self.set("rope_local_base_freq", json!(sliding.theta));
+        self.set("rope_scaling", if full.scaling.is_some() { Value::Object(rope_rules(full)) } else { Value::Null });
+        self.set("rope_parameters", json!({"full_attention": rules(full), "sliding_attention": rules(sliding)}));
     }
 
     /// The keys.

@@ -1,9 +1,9 @@
-//! A transformer block (Vaswani et al. 2017) with the norms before its halves:
-//! `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+//! A transformer block (Vaswani et al. 2017): `x + attention(norm(x))`, then `x + mlp(norm(x))`. In
+//! some families a norm comes after each half, instead of the one before it or besides it.
 
 use super::norm::Norm;
-use crate::families::{MlpKind, Parameters};
-use crate::parameter::{Init, ParameterKind, ParameterSpec};
+use crate::families::{Gains, MlpKind, NormPlaces, Parameters, QkNormKind};
+use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
 use crate::spec::{self, ModelSpec};
 use crate::split::{Division, TensorSplit};
@@ -26,10 +26,12 @@ pub struct Block {
     name: String,
     layer: usize,
     parameters: Vec<ParameterSpec>,
-    norm: [Norm; 2],
+    /// The norms before attention and before the MLP.
+    norm: [Option<Norm>; 2],
+    /// The norms after them.
+    post_norm: [Option<Norm>; 2],
     qkv: Linear,
-    /// Gains of the query and of the key norm, and their epsilon.
-    qk_norm: Option<(ParamId, ParamId, f32)>,
+    qk_norm: Option<QkNorm>,
     rope: Option<Arc<RopeTables>>,
     heads: HeadLayout,
     attention: AttentionSpec,
@@ -57,10 +59,20 @@ struct Linear {
     bias: Option<ParamId>,
 }
 
+/// The norms of queries and keys.
+#[derive(Clone, Copy, Debug)]
+struct QkNorm {
+    /// Weights of the query norm and of the key norm.
+    weights: [ParamId; 2],
+    eps: f32,
+    gains: Gains,
+    kind: QkNormKind,
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Mlp {
-    /// `up` gives [m, 2 f], gate first.
-    Gated,
+    /// `up` gives [m, 2 f], gate first, and this applies to the gate.
+    Gated(Activation),
     /// `up` gives [m, f] and applies this.
     Plain(Activation),
 }
@@ -72,14 +84,22 @@ impl Block {
         let ModelSpec { dim, ffn_dim, head_dim, .. } = *spec;
         let (q, kv) = (spec.heads * head_dim, spec.kv_heads * head_dim);
 
-        let norm1 = Norm::new(&mut parameters, "norm1");
+        let form = spec.family.form();
+        let before = matches!(form.norms, NormPlaces::Before | NormPlaces::Both);
+        let after = matches!(form.norms, NormPlaces::After | NormPlaces::Both);
+        let norm1 = before.then(|| Norm::new(&mut parameters, "norm1"));
         let qkv = Linear {
             weight: parameters.matrix("attn.qkv.weight", [q + 2 * kv, dim]),
             bias: parameters.bias(spec.qkv_bias, "attn.qkv.bias", q + 2 * kv),
         };
         let qk_norm = spec.qk_norm.then(|| {
-            let mut gain = |name: &str| parameters.add(name, &[head_dim], Init::Ones, ParameterKind::Norm);
-            (gain("attn.q_norm.weight"), gain("attn.k_norm.weight"), spec.norm_eps as f32)
+            let sizes = match form.qk_norm {
+                QkNormKind::EachHead => [head_dim; 2],
+                QkNormKind::Whole => [q, kv],
+            };
+            let names = ["attn.q_norm.weight", "attn.k_norm.weight"];
+            let weights = [0, 1].map(|i| parameters.gain(names[i], sizes[i]));
+            QkNorm { weights, eps: spec.norm_eps as f32, gains: form.gains, kind: form.qk_norm }
         });
         let out = Linear {
             weight: parameters.residual_matrix("attn.out.weight", [dim, q]),
@@ -89,11 +109,15 @@ impl Block {
             weight: parameters.residual_matrix("mlp.down.weight", [dim, ffn_dim]),
             bias: parameters.bias(spec.mlp_bias, "mlp.down.bias", dim),
         };
-        let norm2 = Norm::new(&mut parameters, "norm2");
-        let (mlp, rows) = match spec.family.form().mlp {
-            MlpKind::Gated => (Mlp::Gated, 2 * ffn_dim),
-            MlpKind::Plain => (Mlp::Plain(activation(spec.activation)), ffn_dim),
+        let norm2 = before.then(|| Norm::new(&mut parameters, "norm2"));
+        let post_norm = ["post_norm1", "post_norm2"].map(|name| after.then(|| Norm::new(&mut parameters, name)));
+        let activation = activation(spec.activation);
+        let (mlp, rows) = match form.mlp {
+            MlpKind::Gated => (Mlp::Gated(activation), 2 * ffn_dim),
+            MlpKind::Plain => (Mlp::Plain(activation), ffn_dim),
         };
+        let attention = AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim);
+        let scale = spec.attention_scalar.map_or(attention.scale, |scalar| scalar.sqrt().recip() as f32);
         let up = Linear {
             weight: parameters.matrix("mlp.up.weight", [rows, dim]),
             bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows),
@@ -104,14 +128,12 @@ impl Block {
             layer,
             parameters: parameters.finish(),
             norm: [norm1, norm2],
+            post_norm,
             qkv,
             qk_norm,
             rope,
             heads: HeadLayout { heads: spec.heads, kv_heads: spec.kv_heads, head_dim },
-            attention: AttentionSpec {
-                window: spec.window(layer),
-                ..AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim)
-            },
+            attention: AttentionSpec { window: spec.window(layer), scale, ..attention },
             out,
             up,
             mlp,
@@ -125,6 +147,13 @@ impl Block {
     /// of the MLP; the products that end these give summands of the residual stream.
     pub fn split(mut self, division: &Division) -> Result<Block> {
         let place = division.split();
+        if let Some(QkNorm { kind: QkNormKind::Whole, .. }) = self.qk_norm {
+            return Err(ModelError::Split(
+                "norms of whole queries and keys need all heads of a token on one rank: use pipeline or data \
+                 parallelism for this family"
+                    .into(),
+            ));
+        }
         self.split = Some(SplitBlock { place, segments: segments(place.residual()), parts: PARTS_OF_TENSOR });
         division.cut(&self.name, &mut self.parameters)?;
         self.heads = division.heads();
@@ -164,8 +193,8 @@ impl Block {
     fn queries_and_keys(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, h: Var) -> Result<Var> {
         let mut qkv = self.qkv.forward(tape, &h, Activation::None, None)?;
         drop(h);
-        if let Some((query, key, eps)) = self.qk_norm {
-            qkv = tape.qk_norm(&qkv, self.heads, query, key, eps)?;
+        if let Some(norm) = &self.qk_norm {
+            qkv = norm.forward(tape, &qkv, self.heads)?;
         }
         if let Some(rope) = &self.rope {
             let table = rope.reaching(cx.batch.positions_end)?;
@@ -190,28 +219,45 @@ impl Block {
     fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
         match self.mlp {
             Mlp::Plain(activation) => self.up.forward(tape, &h, activation, None),
-            Mlp::Gated => {
+            Mlp::Gated(activation) => {
                 let gate_up = self.up.forward(tape, &h, Activation::None, None)?;
                 drop(h);
-                Ok(tape.swiglu(&gate_up)?)
+                Ok(tape.glu(&gate_up, activation)?)
             }
         }
     }
 
-    /// The second half of the block on whole products: `x + mlp(norm(x))`.
-    fn end(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, x: &Var) -> Result<Var> {
-        let h = self.norm[1].forward(tape, x)?;
-        let h = self.widen(tape, h)?;
-        self.rejoin(tape, cx, self.down, &h, x)
+    /// The norm before a half, 0 or 1.
+    fn enter(&self, half: usize, tape: &mut Tape<'_>, x: &Var) -> Result<Var> {
+        self.norm[half].as_ref().map_or_else(|| Ok(x.clone()), |norm| norm.forward(tape, x))
     }
 
-    /// `x + dropout(linear(h))`.
-    fn rejoin(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, linear: Linear, h: &Var, x: &Var) -> Result<Var> {
-        if self.dropout == 0.0 || !cx.training {
+    /// The second half of the block on whole products: `x + mlp(norm(x))`.
+    fn end(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, x: &Var) -> Result<Var> {
+        let h = self.enter(1, tape, x)?;
+        let h = self.widen(tape, h)?;
+        self.rejoin(1, tape, cx, &h, x)
+    }
+
+    /// The product that ends a half.
+    fn last(&self, half: usize) -> Linear {
+        [self.out, self.down][half]
+    }
+
+    /// `x + dropout(norm(linear(h)))`, of the linear layer and the norm that end a half.
+    fn rejoin(&self, half: usize, tape: &mut Tape<'_>, cx: &Forward<'_>, h: &Var, x: &Var) -> Result<Var> {
+        let linear = self.last(half);
+        let drops = self.dropout != 0.0 && cx.training;
+        if !drops && self.post_norm[half].is_none() {
             return linear.forward(tape, h, Activation::None, Some(x));
         }
-        let y = linear.forward(tape, h, Activation::None, None)?;
-        let y = self.drop(tape, cx, &y, 0..cx.batch.len())?;
+        let mut y = linear.forward(tape, h, Activation::None, None)?;
+        if let Some(norm) = &self.post_norm[half] {
+            y = norm.forward(tape, &y)?;
+        }
+        if drops {
+            y = self.drop(tape, cx, &y, 0..cx.batch.len())?;
+        }
         Ok(tape.add(x, &y)?)
     }
 
@@ -223,16 +269,41 @@ impl Block {
         Ok(tape.dropout_of(y, self.dropout, cx.training, &parts)?)
     }
 
-    /// `x + dropout(y + bias)`, where y is the sum of all ranks' products.
-    fn rejoin_sum(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, linear: Linear, y: &Var, x: &Var) -> Result<Var> {
+    /// `x + dropout(norm(y + bias))`, where y is the sum of all ranks' products.
+    fn rejoin_sum(&self, half: usize, tape: &mut Tape<'_>, cx: &Forward<'_>, y: &Var, x: &Var) -> Result<Var> {
         let mut y = y.clone();
-        if let Some(bias) = linear.bias {
+        if let Some(bias) = self.last(half).bias {
             y = tape.add_bias(&y, bias)?;
+        }
+        if let Some(norm) = &self.post_norm[half] {
+            y = norm.forward(tape, &y)?;
         }
         if let Some(split) = &self.split {
             y = self.drop(tape, cx, &y, split.place.rows(cx.batch.len())?)?;
         }
         Ok(tape.add(x, &y)?)
+    }
+}
+
+impl QkNorm {
+    /// Normalises the queries and keys of [m, (h + 2 h_kv) c].
+    fn forward(&self, tape: &mut Tape<'_>, qkv: &Var, heads: HeadLayout) -> Result<Var> {
+        let QkNorm { weights, eps, gains, kind } = *self;
+        let (q, kv) = (heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim);
+        match kind {
+            QkNormKind::EachHead => Ok(tape.qk_norm_with(qkv, heads, weights, eps, gains)?),
+            // All heads as one, where queries and keys are equally many.
+            QkNormKind::Whole if q == kv => {
+                let one = HeadLayout { heads: 1, kv_heads: 1, head_dim: q };
+                Ok(tape.qk_norm_with(qkv, one, weights, eps, gains)?)
+            }
+            QkNormKind::Whole => {
+                let parts = tape.split(qkv, &[q, kv, kv], 1)?;
+                let q = tape.rms_norm_with(&parts[0], weights[0], eps, gains)?;
+                let k = tape.rms_norm_with(&parts[1], weights[1], eps, gains)?;
+                Ok(tape.cat(&[&q, &k, &parts[2]], 1)?)
+            }
+        }
     }
 }
 
@@ -376,9 +447,9 @@ impl Unit for Block {
         let split = self.split.as_ref().ok_or_else(|| without_segments(&self.name))?;
         let unknown = || no_segment(&self.name, segment, takes.len());
         match (*split.parts.get(segment).ok_or_else(unknown)?, takes) {
-            (Part::Norm, [x]) => Ok(vec![x.clone(), self.norm[0].forward(tape, x)?]),
+            (Part::Norm, [x]) => Ok(vec![x.clone(), self.enter(0, tape, x)?]),
             (Part::NormAndProject, [x]) => {
-                let h = self.norm[0].forward(tape, x)?;
+                let h = self.enter(0, tape, x)?;
                 let [q, kv] = self.project(tape, cx, h)?;
                 Ok(vec![x.clone(), q, kv])
             }
@@ -393,20 +464,20 @@ impl Unit for Block {
             }
             (Part::AttendAndEnd, [x, q, kv]) => {
                 let h = self.attend_to(tape, cx, q, kv)?;
-                let x = self.rejoin(tape, cx, self.out, &h, x)?;
+                let x = self.rejoin(0, tape, cx, &h, x)?;
                 drop(h);
                 Ok(vec![self.end(tape, cx, &x)?])
             }
             (Part::Rejoin, [x, sum]) => {
-                let x = self.rejoin_sum(tape, cx, self.out, sum, x)?;
-                let h = self.norm[1].forward(tape, &x)?;
+                let x = self.rejoin_sum(0, tape, cx, sum, x)?;
+                let h = self.enter(1, tape, &x)?;
                 Ok(vec![x, h])
             }
             (Part::Mlp, [h]) => {
                 let wide = self.widen(tape, h.clone())?;
                 Ok(vec![self.down.product(tape, &wide)?])
             }
-            (Part::Output, [x, sum]) => Ok(vec![self.rejoin_sum(tape, cx, self.down, sum, x)?]),
+            (Part::Output, [x, sum]) => Ok(vec![self.rejoin_sum(1, tape, cx, sum, x)?]),
             _ => Err(unknown()),
         }
     }
@@ -417,9 +488,9 @@ impl Unit for Block {
         }
         let x = require_input(&self.name, input)?;
         let x = {
-            let h = self.norm[0].forward(tape, x)?;
+            let h = self.enter(0, tape, x)?;
             let h = self.attend(tape, cx, h)?;
-            self.rejoin(tape, cx, self.out, &h, x)?
+            self.rejoin(0, tape, cx, &h, x)?
         };
         self.end(tape, cx, &x)
     }

@@ -1,7 +1,7 @@
 //! The first unit: tokens to rows of the residual stream.
 
 use crate::Result;
-use crate::families::{Parameters, normal};
+use crate::families::{EmbeddingScale, Parameters, normal};
 use crate::parameter::{ParameterKind, ParameterSpec};
 use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
@@ -17,6 +17,8 @@ pub struct Embedding {
     parameters: Vec<ParameterSpec>,
     tokens: ParamId,
     positions: Option<ParamId>,
+    /// The factor on looked-up tokens; None for 1.
+    scale: Option<f32>,
     dropout: f32,
     split: Option<SplitEmbedding>,
 }
@@ -44,7 +46,12 @@ impl Embedding {
         let tokens = table("tokens.weight", spec.vocab_size);
         let positions = spec.learned_positions().map(|rows| table("positions.weight", rows));
         debug_assert_eq!(tokens, Embedding::TOKENS);
-        Embedding { parameters: parameters.finish(), tokens, positions, dropout: spec.dropout as f32, split: None }
+        let scale = match spec.family.form().embedding {
+            EmbeddingScale::One => None,
+            EmbeddingScale::SqrtDim => Some((spec.dim as f64).sqrt() as f32),
+        };
+        let dropout = spec.dropout as f32;
+        Embedding { parameters: parameters.finish(), tokens, positions, scale, dropout, split: None }
     }
 
     /// The part of one rank of a tensor-parallel group. Each rank looks up the tokens that it has,
@@ -83,6 +90,14 @@ impl Embedding {
         let parts: Vec<Range<usize>> = rows.map(|rows| rows.start * dim..rows.end * dim).collect();
         Ok(tape.dropout_of(x, self.dropout, cx.training, &parts)?)
     }
+
+    /// Looked-up tokens times the family's factor.
+    fn scaled(&self, tape: &mut Tape<'_>, x: Var) -> Result<Var> {
+        Ok(match self.scale {
+            Some(scale) => tape.scale(&x, scale)?,
+            None => x,
+        })
+    }
 }
 
 impl Unit for Embedding {
@@ -110,12 +125,13 @@ impl Unit for Embedding {
         let Some(tokens) = split.tokens else {
             let positions = self.positions.map(|table| (&cx.batch.positions, table));
             let x = tape.embedding(&cx.batch.tokens, self.tokens, positions)?;
+            let x = self.scaled(tape, x)?;
             return Ok(vec![self.drop(tape, cx, &x, split.dim, &rows)?]);
         };
         match (segment, takes) {
             (0, []) => Ok(vec![tape.embedding_part(&cx.batch.tokens, self.tokens, tokens)?]),
             (1, [e]) => {
-                let mut x = e.clone();
+                let mut x = self.scaled(tape, e.clone())?;
                 if let Some(table) = self.positions {
                     let positions = tape.embedding(&cx.batch.positions.narrow(rows.clone())?, table, None)?;
                     x = tape.add(&x, &positions)?;
@@ -132,6 +148,7 @@ impl Unit for Embedding {
         }
         let positions = self.positions.map(|table| (&cx.batch.positions, table));
         let x = tape.embedding(&cx.batch.tokens, self.tokens, positions)?;
+        let x = self.scaled(tape, x)?;
         Ok(tape.dropout(&x, self.dropout, cx.training)?)
     }
 }

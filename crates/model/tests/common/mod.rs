@@ -15,7 +15,19 @@ use trainyard_tensor::{DType, Device, Purpose};
 pub const KEY: RandomKey = RandomKey { seed: 11, step: 3, site: 5 };
 
 /// Every golden model.
-pub const GOLDENS: [&str; 7] = ["gpt2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm"];
+pub const GOLDENS: [&str; 11] = [
+    "gpt2",
+    "llama",
+    "llama3_rope",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm",
+    "gemma3",
+    "olmo2",
+    "olmo2_all_heads",
+    "phi3",
+];
 
 pub fn golden(name: &str) -> PathBuf {
     // The folder in which cargo runs the test. The compiled sources may have moved.

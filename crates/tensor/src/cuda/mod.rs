@@ -47,8 +47,8 @@ pub(crate) use norm::{
 };
 pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_squares, lion, read_sums, sgd, sum_of_squares};
 pub(crate) use pointwise::{
-    accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, one, swiglu,
-    swiglu_backward,
+    accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, glu,
+    glu_backward, one, swiglu, swiglu_backward,
 };
 
 use crate::cpu::{Cpu, Isa};

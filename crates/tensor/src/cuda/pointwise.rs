@@ -67,6 +67,22 @@ pub(crate) fn swiglu_backward(gpu: &Arc<Cuda>, dy: &Tensor, gate_up: &Tensor, dx
     gpu.launch(&k::SWIGLU_BACKWARD, dy.dtype(), [dy.elements(), 1, 1], args)
 }
 
+pub(crate) fn glu(gpu: &Arc<Cuda>, activation: Activation, gate_up: &Tensor, y: &Tensor) -> Result<()> {
+    let args = args![gate_up, y, y.rows(), y.last_dim(), curve(activation)];
+    gpu.launch(&k::GLU, y.dtype(), [y.elements(), 1, 1], args)
+}
+
+pub(crate) fn glu_backward(
+    gpu: &Arc<Cuda>,
+    activation: Activation,
+    dy: &Tensor,
+    gate_up: &Tensor,
+    dx: &Tensor,
+) -> Result<()> {
+    let args = args![dy, gate_up, dx, dy.rows(), dy.last_dim(), curve(activation)];
+    gpu.launch(&k::GLU_BACKWARD, dy.dtype(), [dy.elements(), 1, 1], args)
+}
+
 pub(crate) fn dropout(
     gpu: &Arc<Cuda>,
     key: RandomKey,

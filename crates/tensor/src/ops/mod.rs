@@ -27,8 +27,8 @@ pub use loss::{
 };
 pub use norm::{layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward};
 pub use pointwise::{
-    accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, dropout_from, dropout_of,
-    swiglu, swiglu_backward,
+    accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, dropout_from, dropout_of, glu,
+    glu_backward, swiglu, swiglu_backward,
 };
 
 use crate::cpu::gemm::{Accumulate, Activation};

@@ -5,7 +5,7 @@ use crate::cpu::activation::{self, Activation as Curve};
 use crate::cpu::gemm::Activation;
 use crate::cpu::philox::RandomKey;
 use crate::cpu::{cast as casts, dropout as dropouts, elementwise};
-use crate::error::Result;
+use crate::error::{Result, TensorError};
 use crate::{Cost, DType, On, Tensor, Work, by_float, cuda, ensure_shape};
 use std::ops::Range;
 
@@ -194,6 +194,52 @@ pub fn swiglu_backward(gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
         Ok(())
     })?);
     Ok(dx)
+}
+
+/// `act(gate) * up` of a fused [.., 2 f], gate first: [.., f]. Of SiLU it is [`swiglu`].
+pub fn glu(activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
+    const OP: &str = "glu";
+    let curve = gate_curve(OP, activation)?;
+    ensure_shape!(gate_up.last_dim().is_multiple_of(2), OP, "{} has no two halves", gate_up.shape());
+    let width = gate_up.last_dim() / 2;
+    let mut y = gate_up.empty_like(gate_up.shape().with_last(width), gate_up.dtype())?;
+    let cost = Cost::new(9 * y.elements(), gate_up.bytes() + y.bytes());
+    let work = cost.on(y.dtype(), [y.elements()]).variant(form(activation));
+    by_float!(OP, gate_up.dtype(), T => gate_up.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::glu(gpu, activation, gate_up, &y),
+        };
+        activation::glu(cpu, curve, width, gate_up.get::<T>(), y.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(y)
+}
+
+/// The gradient of gate and up.
+pub fn glu_backward(activation: Activation, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    const OP: &str = "glu_backward";
+    let curve = gate_curve(OP, activation)?;
+    same_dtype(OP, gate_up, dy)?;
+    let width = dy.last_dim();
+    ensure_shape!(*gate_up.shape() == dy.shape().with_last(2 * width), OP, "{} and {}", gate_up.shape(), dy.shape());
+    let mut dx = gate_up.empty_like(*gate_up.shape(), gate_up.dtype())?;
+    let cost = Cost::new(13 * dy.elements(), 2 * gate_up.bytes() + dy.bytes());
+    let work = cost.on(dy.dtype(), [dy.elements()]).variant(form(activation));
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::glu_backward(gpu, activation, dy, gate_up, &dx),
+        };
+        activation::glu_backward(cpu, curve, width, dy.get::<T>(), gate_up.get::<T>(), dx.get_mut::<T>());
+        Ok(())
+    })?);
+    Ok(dx)
+}
+
+fn gate_curve(op: &'static str, activation: Activation) -> Result<Curve> {
+    let what = || format!("{activation:?} gates nothing");
+    curve(activation).ok_or_else(|| TensorError::Shape { op, what: what() })
 }
 
 /// Each element zero with `probability`, else divided by the rest; the mask is a function of the

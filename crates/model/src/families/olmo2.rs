@@ -1,0 +1,121 @@
+//! OLMo 2 (Team OLMo 2024): Llama's block with its norms after the halves instead of before them,
+//! and norms of queries and keys over the whole projection.
+
+use super::llama::{self, FORM};
+use super::{Class, Definition, Form, NormPlaces, OLMO2, QkNormKind, Row, Sizes, refuse, row};
+use crate::Result;
+use crate::hf::{ConfigError, Keys, Written};
+use crate::spec::{Activation, ModelSpec, RopeSpec};
+use crate::split::Cut;
+use serde_json::json;
+
+/// The definition of the family.
+pub(super) struct Olmo2;
+
+const CLASS: Class = Class { model_type: "olmo2", architecture: "Olmo2ForCausalLM" };
+
+const PARAMETERS: &[Row] = &[
+    row("tokens.weight", Cut::VocabularyRows, &["model.embed_tokens.weight"]),
+    row("attn.qkv.weight", Cut::HeadRows, llama::QKV_WEIGHT),
+    row("attn.qkv.bias", Cut::HeadRows, llama::QKV_BIAS),
+    row("attn.q_norm.weight", Cut::QueryRows, &["model.layers.{}.self_attn.q_norm.weight"]),
+    row("attn.k_norm.weight", Cut::KeyRows, &["model.layers.{}.self_attn.k_norm.weight"]),
+    row("attn.out.weight", Cut::HeadColumns, &["model.layers.{}.self_attn.o_proj.weight"]),
+    row("attn.out.bias", Cut::Residual, &["model.layers.{}.self_attn.o_proj.bias"]),
+    row("post_norm1.weight", Cut::Residual, &["model.layers.{}.post_attention_layernorm.weight"]),
+    row("mlp.up.weight", Cut::GateUpRows, llama::UP_WEIGHT),
+    row("mlp.down.weight", Cut::FfnColumns, &["model.layers.{}.mlp.down_proj.weight"]),
+    row("post_norm2.weight", Cut::Residual, &["model.layers.{}.post_feedforward_layernorm.weight"]),
+    row("norm.weight", Cut::Residual, &["model.norm.weight"]),
+    row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
+];
+
+impl Definition for Olmo2 {
+    fn name(&self) -> &'static str {
+        "olmo2"
+    }
+
+    fn title(&self) -> &'static str {
+        "OLMo 2"
+    }
+
+    fn about(&self) -> &'static str {
+        "RMSNorm after each half, norms of whole queries and keys, gated MLP: OLMo 2."
+    }
+
+    fn classes(&self) -> &'static [Class] {
+        &[CLASS]
+    }
+
+    fn parameters(&self) -> &'static [Row] {
+        PARAMETERS
+    }
+
+    fn form(&self) -> Form {
+        Form { norms: NormPlaces::After, qk_norm: QkNormKind::Whole, ..FORM }
+    }
+
+    fn usual(&self, sizes: &Sizes) -> ModelSpec {
+        let rope = Some(RopeSpec { theta: 500_000.0, partial_factor: 1.0, scaling: None });
+        ModelSpec { family: OLMO2, norm_eps: 1e-6, qk_norm: true, rope, ..llama::usual(sizes) }
+    }
+
+    fn validate(&self, spec: &ModelSpec) -> Result<()> {
+        if !spec.qk_norm {
+            return refuse("qk_norm", "family olmo2 normalises queries and keys");
+        }
+        if spec.activation != Activation::Silu {
+            return refuse("activation", "family olmo2 gates with silu");
+        }
+        if spec.mlp_bias {
+            return refuse("mlp_bias", "family olmo2 has none");
+        }
+        llama::validate(spec)
+    }
+
+    fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
+        let sizes = Sizes {
+            dim: keys.size("hidden_size", Some(4096))?,
+            heads: keys.size("num_attention_heads", Some(32))?,
+            layers: keys.size("num_hidden_layers", Some(32))?,
+            vocab_size: keys.size("vocab_size", Some(50_304))?,
+            max_positions: keys.size("max_position_embeddings", Some(2048))?,
+        };
+        let mut spec = ModelSpec { ffn_dim: keys.size("intermediate_size", Some(11_008))?, ..self.usual(&sizes) };
+        spec.kv_heads = keys.optional_size("num_key_value_heads")?.unwrap_or(sizes.heads);
+        match keys.optional_size("head_dim")? {
+            Some(head_dim) => spec.head_dim = head_dim,
+            None => keys.head_dim_divides(sizes.dim, sizes.heads)?,
+        }
+        spec.activation = keys.activation("hidden_act", "silu")?;
+        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-5);
+        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
+        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        let biases = keys.flag("attention_bias")?.unwrap_or(false);
+        (spec.qkv_bias, spec.o_bias) = (biases, biases);
+        spec.rope = Some(keys.rope(sizes.max_positions)?);
+        keys.attention_dropout("attention_dropout", 0.0)?;
+        Ok(spec)
+    }
+
+    fn able(&self, spec: &ModelSpec) -> std::result::Result<Vec<Class>, ConfigError> {
+        let no = |what: &str| Err(ConfigError::NoEquivalent(what.into()));
+        if spec.qkv_bias != spec.o_bias {
+            return no("OLMo 2 blocks with biases on some projections of attention");
+        }
+        if spec.rotary_dim() != spec.head_dim {
+            return no("OLMo 2 blocks that rotate part of a head");
+        }
+        if spec.sliding_window.is_some() {
+            return no("OLMo 2 blocks with a sliding window");
+        }
+        Ok(vec![CLASS])
+    }
+
+    fn write_config(&self, spec: &ModelSpec, _class: Class, keys: &mut Written) {
+        keys.decoder(spec);
+        keys.activation(spec);
+        keys.set("attention_bias", json!(spec.qkv_bias));
+        keys.rope(spec.rope.as_ref());
+    }
+}
