@@ -8,6 +8,7 @@ use clap::{Command, Error};
 use std::ffi::OsString;
 use std::path::Path;
 use trainyard_engine::config::{Config, PRESETS, hub_model};
+use trainyard_model::gguf;
 
 /// Names of an option and what to do instead; `{}` stands for the value that was given.
 const ANSWERS: &[(&[&str], &str)] = &[
@@ -108,7 +109,7 @@ fn model(name: &str) -> String {
     if PRESETS.contains(&name) {
         return format!("--set model.preset={name}");
     }
-    if Path::new(name).is_dir() {
+    if Path::new(name).is_dir() || gguf::is_gguf(Path::new(name)) {
         return format!("--set model.path={name}");
     }
     let hint = hub_model(name, "--set model.path=DIR").map_or(String::new(), |hint| format!("; {hint}"));

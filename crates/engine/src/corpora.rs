@@ -5,6 +5,7 @@
 //! machine. Text is tokenized once into `data.cache` and found again.
 
 use crate::config::{Config, Resolved, Sampling as ConfigSampling, Source as ConfigSource, TokenizerKind};
+use crate::pretrained;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
@@ -38,11 +39,6 @@ pub fn source_exists(path: &Path) -> bool {
 /// True if `path` itself is a source, and no pattern of them.
 fn source_is_single(path: &Path) -> bool {
     path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
-}
-
-/// True if the model's folder contains its tokenizer.
-pub(crate) fn brings_tokenizer(model: &Path) -> bool {
-    model.join(crate::session::files::TOKENIZER).is_file()
 }
 
 /// The training prefix that `path` names: `path` itself, or `path` with the suffix that
@@ -467,9 +463,11 @@ fn find_tokenizer(
     sources: &[(Option<PathBuf>, Option<f64>)],
     note: &mut impl FnMut(&str),
 ) -> Result<Tokenizer> {
-    let of_model = config.model.path.as_ref().filter(|path| brings_tokenizer(path));
-    if let Some(path) = config.tokenizer.path.as_ref().or(of_model) {
+    if let Some(path) = &config.tokenizer.path {
         return Ok(Tokenizer::load(path)?);
+    }
+    if let Some(path) = config.model.path.as_ref().filter(|path| pretrained::brings_tokenizer(path)) {
+        return pretrained::tokenizer(path);
     }
     if config.tokenizer.kind != Some(TokenizerKind::Bytes) {
         // Token files cannot be tokenized again, so text in the same run uses their tokenizer.

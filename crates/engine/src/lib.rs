@@ -50,6 +50,7 @@ pub mod peaks;
 pub mod positions;
 pub mod precision;
 pub mod predict;
+pub mod pretrained;
 pub mod rank;
 pub mod recording;
 pub mod resume;

@@ -11,6 +11,7 @@ use crate::links::Links;
 use crate::measured::Measured;
 use crate::peaks::Peaks;
 use crate::predict::{StepNeeds, TimePrediction, predict};
+use crate::pretrained;
 use crate::rank::{self, Rank, RankSettings};
 use crate::resume::{self, GoingOn};
 use crate::room;
@@ -470,7 +471,7 @@ impl Session {
     fn keep_generation(&self) -> Result<()> {
         let ModelSource::HuggingFace { path, .. } = &self.resolved.model else { return Ok(()) };
         let has_its_tokens = self.resolved.requested.tokenizer.path.as_ref().is_none_or(|own| own.starts_with(path));
-        let from = path.join(files::GENERATION);
+        let from = pretrained::companion(path, files::GENERATION);
         if !has_its_tokens || !from.is_file() {
             return Ok(());
         }
@@ -618,11 +619,7 @@ pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
             path.display()
         )));
     }
-    let text = std::fs::read_to_string(&file).map_err(|source| EngineError::File {
-        what: "cannot read",
-        path: file.display().to_string(),
-        source,
-    })?;
+    let text = pretrained::config_text(path)?;
     let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
     Ok(Pretrained { vocab_size: spec.vocab_size, max_sequence_length: spec.max_positions, layers: spec.layers })
 }

@@ -8,6 +8,7 @@ use crate::config::{
 };
 use crate::fp8::{Fp8Settings, check_sizes, layers};
 use crate::precision::LossScaler;
+use crate::pretrained::config_text;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
@@ -72,12 +73,7 @@ pub(crate) fn spec_of(source: &ModelSource, dropout: f64) -> Result<ModelSpec> {
     match source {
         ModelSource::Shape(shape) => from_shape(shape),
         ModelSource::HuggingFace { path, .. } => {
-            let file = path.join("config.json");
-            let text = std::fs::read_to_string(&file).map_err(|source| EngineError::File {
-                what: "cannot read",
-                path: file.display().to_string(),
-                source,
-            })?;
+            let text = config_text(path)?;
             let mut spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
             spec.dropout = dropout;
             Ok(spec)
@@ -145,7 +141,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
 pub fn model_notes(resolved: &Resolved, spec: &ModelSpec) -> Vec<String> {
     let mut notes = match &resolved.model {
         ModelSource::HuggingFace { path, .. } => {
-            let text = std::fs::read_to_string(path.join("config.json")).unwrap_or_default();
+            let text = config_text(path).unwrap_or_default();
             hf::from_config_json(&text).map_or_else(|_| Vec::new(), |imported| imported.notes)
         }
         ModelSource::Shape(_) => Vec::new(),

@@ -8,6 +8,7 @@
 
 use crate::checkpoint::{self, Choice, Found};
 use crate::config::{Config, DeviceKind, Inputs, hub_model, usual_sequence_length};
+use crate::pretrained;
 use crate::rank::Rank;
 use crate::session::{UNTRIED, files};
 use crate::shape::{dtype_of, tuning};
@@ -20,7 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use trainyard_autograd::{Adapter, ParamId, Parameters};
 use trainyard_data::{Tokenizer, place_of};
-use trainyard_model::{Model, ModelSpec, ParameterSpec, UnitLayout, hf, weights::WeightReader};
+use trainyard_model::{Model, ModelSpec, ParameterSpec, UnitLayout, gguf, hf, weights::WeightReader};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device};
@@ -168,8 +169,7 @@ fn open_hugging_face(
     dtype: Option<DType>,
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
-    let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|error| {
+    let unreadable = |error: std::io::Error| {
         let absent = if folder.exists() { String::new() } else { place_of(folder, &error) };
         let hub = folder.to_str().filter(|_| !folder.exists()).and_then(|name| hub_model(name, "DIR"));
         does_not_fit(format!(
@@ -178,10 +178,14 @@ fn open_hugging_face(
             files::MODEL,
             hub.map_or(String::new(), |hint| format!("; {hint}"))
         ))
-    })?;
+    };
+    let text = match gguf::is_gguf(folder) {
+        true => pretrained::config_text(folder)?,
+        false => std::fs::read_to_string(folder.join("config.json")).map_err(unreadable)?,
+    };
     let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
     notes.iter().for_each(|line| note(line));
-    let tokenizer = Tokenizer::load(folder)?;
+    let tokenizer = pretrained::tokenizer(folder)?;
     let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
     for line in load_weights(&mut rank, folder, None)? {
         note(&line);

@@ -6,19 +6,26 @@ mod tensors;
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tensors::tensors;
+use trainyard_autograd::{Policy, RandomKey, Tape};
 use trainyard_data::{Corpus, CorpusOptions, IndexedTokens, PrepareOptions, Tokenizer, prepare};
 use trainyard_engine::checkpoint::find_latest;
 use trainyard_engine::config::Config;
 use trainyard_engine::metrics::{EvaluationMetrics, Progress, StepMetrics};
+use trainyard_engine::pretrained;
 use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::{Result, world};
+use trainyard_model::weights::WeightReader;
+use trainyard_model::{Forward, Model, Output, hf};
+use trainyard_tensor::Device;
+use trainyard_tensor::cpu::Isa;
 
 fn config(folder: &Path, name: &str, sets: &[&str]) -> Config {
     let text = folder.join("text.txt");
@@ -297,4 +304,74 @@ fn an_evaluation_tells_how_far_it_has_come() {
     .unwrap();
     // Four rounds of two rows of 16 tokens.
     assert_eq!(*told.lock().unwrap(), [(32, 100), (64, 100), (96, 100), (100, 100)]);
+}
+
+/// The tokenizers in GGUF files are those that transformers builds from them
+/// (`scripts/golden/make_gguf.py`).
+#[test]
+fn tokenizers_in_gguf_files_are_those_of_transformers() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden/gguf");
+    let expected = fs::read_to_string(folder.join("tokenizers.json")).unwrap();
+    let expected: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&expected).unwrap();
+    assert_eq!(expected.len(), 6);
+    for (name, case) in &expected {
+        let path = folder.join(format!("tokenizer_{name}.gguf"));
+        assert!(pretrained::brings_tokenizer(&path), "{name}");
+        let tokenizer = pretrained::tokenizer(&path).unwrap();
+        let texts = case["texts"].as_array().unwrap().iter().map(|text| text.as_str().unwrap());
+        for (text, ids) in texts.zip(case["ids"].as_array().unwrap()) {
+            let ids: Vec<u32> = serde_json::from_value(ids.clone()).unwrap();
+            assert_eq!(tokenizer.encode(text).unwrap(), ids, "{name}: {text:?}");
+        }
+        assert_eq!(!tokenizer.before().is_empty(), case["add_bos"].as_bool().unwrap(), "{name}");
+    }
+    let without = pretrained::tokenizer(&folder.join("llama.gguf")).unwrap_err().to_string();
+    assert!(without.contains("it has no tokenizer: set tokenizer.path"), "{without}");
+}
+
+/// A real model from a GGUF file: its tokens, logits and loss are those of transformers. The folder
+/// TRAINYARD_GGUF_REFERENCE has what `scripts/golden/check_gguf.py` wrote.
+#[test]
+#[ignore = "needs a model of some hundred megabytes"]
+fn a_real_gguf_model_computes_what_transformers_does() {
+    let folder = std::env::var_os("TRAINYARD_GGUF_REFERENCE").expect("TRAINYARD_GGUF_REFERENCE names a folder");
+    let folder = Path::new(&folder);
+    let text = fs::read_to_string(folder.join("reference.json")).unwrap();
+    let reference: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let path = Path::new(reference["gguf"].as_str().unwrap());
+    let tokens: Vec<i32> = serde_json::from_value(reference["tokens"].clone()).unwrap();
+    let encoded = pretrained::tokenizer(path).unwrap().encode(reference["text"].as_str().unwrap()).unwrap();
+    assert!(encoded.iter().zip(&tokens).all(|(ours, theirs)| *ours as i32 == *theirs), "other tokens");
+
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let spec = hf::from_config_json(&pretrained::config_text(path).unwrap()).unwrap().spec;
+    let model = Model::new(spec).unwrap();
+    let store = WeightReader::open(path, &model).unwrap().read_store(&model, &device).unwrap();
+    let mut file = std::io::BufReader::new(fs::File::open(folder.join("logits.f32")).unwrap());
+    let length = reference["length"].as_u64().unwrap() as usize;
+    let (mut difference, mut norm, mut largest, mut losses, mut sequences) = (0.0, 0.0, 0.0f64, 0.0, 0.0);
+    for ids in tokens.chunks(length) {
+        let batch = model.rows(&device, length, ids, None).unwrap();
+        let mut tape = Tape::new(&device, &store, Policy::Nothing, RandomKey { seed: 0, step: 0, site: 0 });
+        let y = model.forward(&mut tape, &mut Forward::evaluation(&batch, Output::Logits)).unwrap();
+        let ours = y.tensor().to_f32_vec().unwrap();
+        let mut bytes = vec![0; 4 * ours.len()];
+        file.read_exact(&mut bytes).unwrap();
+        for (ours, theirs) in ours.iter().zip(bytes.chunks_exact(4)) {
+            let theirs = f64::from(f32::from_le_bytes(theirs.try_into().unwrap()));
+            let off = f64::from(*ours) - theirs;
+            (difference, norm, largest) = (difference + off * off, norm + theirs * theirs, largest.max(off.abs()));
+        }
+        let vocabulary = ours.len() / length;
+        let rows = ours.chunks(vocabulary).zip(&ids[1..]).map(|(row, target)| {
+            let top = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
+            let sum: f64 = row.iter().map(|x| (f64::from(*x) - top).exp()).sum();
+            top + sum.ln() - f64::from(row[*target as usize])
+        });
+        (losses, sequences) = (losses + rows.sum::<f64>() / (length - 1) as f64, sequences + 1.0);
+    }
+    let error = f64::sqrt(difference / norm);
+    let (ours, theirs) = ((losses / sequences as f64).exp(), reference["loss"].as_f64().unwrap().exp());
+    println!("logits differ by {error:.2e} of their norm, at most {largest:.2e}; perplexity {ours:.4} and {theirs:.4}");
+    assert!(error <= 1e-3 && (ours / theirs - 1.0).abs() < 5e-5);
 }

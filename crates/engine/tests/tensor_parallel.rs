@@ -76,7 +76,8 @@ fn a_llama_split_over_ranks_trains_as_on_one() {
 }
 
 /// Five layers with a window of five tokens, and one without.
-const GEMMA3: &str = "precision.compute='f32' model.family='gemma3' model.layers=6 model.head_dim=8 model.sliding_window=5";
+const GEMMA3: &str =
+    "precision.compute='f32' model.family='gemma3' model.layers=6 model.head_dim=8 model.sliding_window=5";
 
 #[test]
 fn a_gemma_3_divided_over_ranks_trains_as_on_one() {

@@ -6,8 +6,8 @@
 
 use std::path::Path;
 use trainyard_autograd::{Policy, RandomKey, Tape};
-use trainyard_model::weights::{ExportOptions, WeightReader, export};
 use trainyard_model::families::{self, Sizes};
+use trainyard_model::weights::{ExportOptions, WeightReader, export};
 use trainyard_model::{Activation, Family, Forward, Model, ModelSpec, Output, RopeScaling, RopeSpec};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{DType, Device};

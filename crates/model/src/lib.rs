@@ -14,6 +14,7 @@
 //! | [`tuning`] | frozen parameters, and adapters on linear layers |
 //! | [`parameter`], [`patch`], [`init`] | parameters, their places in buffers, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
+//! | [`gguf`] | GGUF files, in |
 //! | [`costs`] | FLOPs, bytes and memory of each unit, from running it without data |
 //!
 //! This crate holds no parameters and no optimizer, runs no training step, and samples no text.
@@ -23,6 +24,7 @@ pub mod cache;
 pub mod costs;
 pub mod error;
 pub mod families;
+pub mod gguf;
 pub mod hf;
 pub mod init;
 pub mod model;

@@ -178,6 +178,9 @@ pub struct ModelSpec {
     pub model_type: Option<String>,
 }
 
+/// The most blocks of a model.
+pub(crate) const LAYERS_MAX: usize = 1 << 14;
+
 fn default_init_std() -> f64 {
     0.02
 }
@@ -234,7 +237,7 @@ impl ModelSpec {
         for (field, value, limit) in [
             ("vocab_size", self.vocab_size, 1 << 24),
             ("dim", self.dim, 1 << 20),
-            ("layers", self.layers, 1 << 14),
+            ("layers", self.layers, LAYERS_MAX),
             ("heads", self.heads, 1 << 14),
             ("kv_heads", self.kv_heads, 1 << 14),
             ("head_dim", self.head_dim, 1 << 14),

@@ -1,4 +1,4 @@
-//! Safetensors in and out.
+//! Safetensors in and out, GGUF files in.
 
 mod common;
 
@@ -8,9 +8,9 @@ use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::fs;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use trainyard_model::weights::{ExportOptions, WeightReader, WeightsError, export};
-use trainyard_model::{Model, ModelSpec, ParameterSpec, Piece, Split, hf, initialise, preset};
+use trainyard_model::{Model, ModelSpec, ParameterSpec, Piece, Split, TensorSplit, gguf, hf, initialise, preset};
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::{Cpu, Isa};
 
@@ -411,6 +411,111 @@ fn export_errors_name_the_unit_or_the_file() {
     assert!(error.to_string().contains("choose f32, bf16 or f16"), "{error}");
 }
 
+/// The GGUF files of `scripts/golden/make_gguf.py`.
+const GGUFS: [&str; 8] = ["llama", "llama3_rope", "qwen2", "qwen3", "gpt2", "gemma3", "olmo2", "phi3"];
+
+fn gguf_file(name: &str) -> PathBuf {
+    golden("gguf").join(format!("{name}.gguf"))
+}
+
+/// The model of a GGUF file, whole or in parts, and a reader of its weights.
+fn open_gguf(path: &Path, split: TensorSplit) -> Result<(Model, WeightReader), WeightsError> {
+    let imported = hf::from_config_json(&gguf::config_json(path)?).unwrap();
+    // The dropout that transformers' class has where a file says nothing.
+    let notes: Vec<&String> = imported.notes.iter().filter(|note| !note.starts_with("`attn_pdrop`")).collect();
+    assert!(notes.is_empty(), "{path:?}: {notes:?}");
+    // Files have whole models' parameters, in parts too.
+    let reader = WeightReader::open(path, &Model::new(imported.spec.clone()).unwrap())?;
+    Ok((Model::split(imported.spec, split).unwrap(), reader))
+}
+
+#[test]
+fn models_in_gguf_files_compute_what_transformers_does() {
+    let device = cpu();
+    for name in GGUFS {
+        let (model, reader) = open_gguf(&gguf_file(name), TensorSplit::WHOLE).unwrap();
+        assert!(reader.notes().len() == usize::from(name != "llama3_rope"), "{name}: {:?}", reader.notes());
+        let store = reader.read_store(&model, &device).unwrap();
+        let bytes = fs::read(golden("gguf").join(format!("{name}.safetensors"))).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let words = |name: &str| file.tensor(name).unwrap().data().chunks_exact(4);
+        let ids: Vec<i32> = words("input_ids").map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect();
+        let expected: Vec<f32> = words("logits").map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let got = logits(&model, &store, &device, &batch(&model, &device, 2, &ids, None));
+        let error = relative_error(&got, &expected);
+        assert!(error <= 1e-4, "{name}: logits differ by {error:e}");
+    }
+}
+
+/// Blocks and rows that are ordered otherwise are read in any pieces.
+#[test]
+fn parts_of_tensors_in_gguf_files_are_those_of_the_whole() {
+    for name in ["llama", "qwen2", "gpt2", "gemma3"] {
+        let (whole, reader) = open_gguf(&gguf_file(name), TensorSplit::WHOLE).unwrap();
+        for rank in 0..2 {
+            let (model, _) = open_gguf(&gguf_file(name), TensorSplit { rank, ranks: 2, sequence: false }).unwrap();
+            for (id, part) in model.parameters() {
+                let mut all = vec![0.0; whole.find(id).unwrap().elements()];
+                reader.read_slot(&whole, id, &mut all).unwrap();
+                let count = part.elements();
+                for local in [0..count, count / 3..count - count / 5, count - 1..count] {
+                    let mut got = vec![f32::NAN; local.len()];
+                    reader.read_part(part, local.clone(), &mut got).unwrap();
+                    for (run, first) in part.whole_runs(local.clone()) {
+                        let place = run.start - local.start;
+                        assert!(got[place..][..run.len()] == all[first..][..run.len()], "{name} {id} {local:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A GGUF file of one text in the metadata and one tensor, [256] of type `kind`.
+fn little_gguf(key: &str, value: &str, tensor: &str, kind: u32) -> Vec<u8> {
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+    let mut bytes = [&b"GGUF"[..], &3u32.to_le_bytes(), &1u64.to_le_bytes(), &1u64.to_le_bytes()].concat();
+    bytes.extend([text(key), 8u32.to_le_bytes().into(), text(value)].concat());
+    bytes.extend([text(tensor), 1u32.to_le_bytes().into(), 256u64.to_le_bytes().into()].concat());
+    bytes.extend([&kind.to_le_bytes()[..], &0u64.to_le_bytes()].concat());
+    bytes.resize(bytes.len().next_multiple_of(32) + 1024, 0);
+    bytes
+}
+
+#[test]
+fn gguf_files_that_cannot_be_read_say_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.gguf");
+    let architecture = "general.architecture";
+    let good = || little_gguf(architecture, "llama", "token_embd.weight", 0);
+    let mut version = good();
+    version[4] = 1;
+    let mut huge = good();
+    huge[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+    let cases = [
+        (good(), "it has neither llama.attention.key_length nor widths"),
+        (good()[..good().len() - 1].to_vec(), "it is cut short"),
+        (good()[..60].to_vec(), "it ends within its header"),
+        (b"GGML".repeat(20), "it does not begin with `GGUF`"),
+        (version, "it has version 1; versions 2 and 3"),
+        (huge, "it claims 18446744073709551615 tensors"),
+        (little_gguf(architecture, "mamba", "token_embd.weight", 0), "its architecture `mamba` is not supported"),
+        (little_gguf(architecture, "llama", "token_embd.weight", 10), "`token_embd.weight` is Q2_K, which is not read"),
+        (little_gguf(architecture, "llama", "token_embd.weight", 99), "`token_embd.weight` is type 99"),
+        (little_gguf("general.name", "llama", "token_embd.weight", 0), "does not name its general.architecture"),
+        (little_gguf(architecture, "llama", "x", 0), "it has no tensor `token_embd.weight`"),
+    ];
+    for (bytes, expect) in cases {
+        fs::write(&path, bytes).unwrap();
+        let error = gguf::config_json(&path).unwrap_err().to_string();
+        assert!(error.contains(expect) && error.contains("m.gguf"), "{error:?} does not say {expect:?}");
+    }
+    // A file of another model.
+    let spec = hf::from_config_json(&gguf::config_json(&gguf_file("qwen2")).unwrap()).unwrap().spec;
+    let error = WeightReader::open(&gguf_file("qwen3"), &Model::new(spec).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("`model.layers.0.self_attn.q_norm.weight` [16] is no part of it"), "{error}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
@@ -431,6 +536,30 @@ proptest! {
         if let Ok(reader) = WeightReader::open(folder.path(), &model) {
             read_all(&model, &reader);
         }
+    }
+
+    /// The same of the headers of GGUF files.
+    #[test]
+    fn spoilt_gguf_files_never_panic(
+        changes in prop::collection::vec((0usize..1200, any::<u8>()), 1..4), cut in 0usize..30_000,
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let mut bytes = fs::read(gguf_file("qwen2")).unwrap();
+        for (at, byte) in changes {
+            bytes[at] = byte;
+        }
+        bytes.truncate(bytes.len().saturating_sub(cut / 1000));
+        fs::write(&path, bytes).unwrap();
+        let spec = gguf::config_json(&path).ok().and_then(|text| hf::from_config_json(&text).ok()).map(|read| read.spec);
+        // Building allocates per layer; what is absurd is not built here.
+        if let Some(spec) = spec.filter(|spec| spec.layers < 100 && spec.dim < 1000 && spec.ffn_dim < 1000) {
+            let model = Model::new(spec).unwrap();
+            if let Ok(reader) = WeightReader::open(&path, &model) {
+                read_all(&model, &reader);
+            }
+        }
+        let _ = gguf::tokenizer_json(&path);
     }
 
     /// The same of configs whose values were swapped for others.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
+use trainyard_engine::pretrained::config_text;
 use trainyard_engine::session::files;
 use trainyard_engine::shape;
 use trainyard_engine::trained::{Runtime, Trained, open_trained};
@@ -47,12 +48,11 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 /// The type in the `config.json` of a Hugging Face folder; f32 if it names none, as in
-/// transformers.
-fn dtype_of(folder: &Path) -> Result<DType> {
-    let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+/// transformers, and of a GGUF file.
+fn dtype_of(model: &Path) -> Result<DType> {
+    let text = config_text(model)?;
     let config: serde_json::Value =
-        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", model.join("config.json").display()))?;
     let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str());
     Ok(match named {
         Some("bfloat16") => DType::BF16,

@@ -20,9 +20,10 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use trainyard_engine::config::{ByteSize, Config, ConfigValue, OptimizerName};
 use trainyard_engine::host;
+use trainyard_engine::pretrained::config_text;
 use trainyard_engine::shape::model_spec;
 use trainyard_engine::trained::Runtime;
-use trainyard_model::{ModelSpec, PRESET_NAMES, hf, preset};
+use trainyard_model::{ModelSpec, PRESET_NAMES, gguf, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
 use trainyard_plan::levers::{ClusterBench, Place, Setup, advise, quoted};
 use trainyard_plan::settings::{Dialect, Settings};
@@ -50,8 +51,8 @@ pub struct Args {
     /// Set a key over the configuration; can be given several times.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "config")]
     sets: Vec<String>,
-    /// A model's name (`trainyard plan --models` lists them), a Hugging Face folder or a
-    /// config.json.
+    /// A model's name (`trainyard plan --models` lists them), a Hugging Face folder, a config.json
+    /// or a GGUF file.
     #[arg(long, value_name = "MODEL", conflicts_with = "config")]
     model: Option<String>,
     /// List the models that --model knows by name, and exit.
@@ -489,7 +490,7 @@ fn named_model(name: &str) -> Result<(Architecture, Option<ModelSpec>)> {
     let path = Path::new(name);
     let spec = if path.exists() {
         let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
-        let text = read(&file)?;
+        let text = if gguf::is_gguf(path) { config_text(path)? } else { read(&file)? };
         if let Some(mixture) = mixtures::architecture(&text).with_context(|| file.display().to_string())? {
             return Ok((mixture, None));
         }

@@ -5,6 +5,7 @@
 use super::PRESETS;
 use crate::session::files;
 use std::path::Path;
+use trainyard_model::gguf;
 
 /// Models of the Hugging Face hub whose names have no organisation before them.
 const HUB_NAMES: [&str; 9] = [
@@ -72,6 +73,9 @@ pub(super) fn in_place_of_a_configuration(path: &Path) -> Option<String> {
         } else {
             format!("{name} is a folder: text in it is trained on by `trainyard train --data {name}`")
         });
+    }
+    if gguf::is_gguf(path) {
+        return Some(format!("{name} is a GGUF model: give a configuration in TOML that has model.path = \"{name}\""));
     }
     let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
     if YAML.contains(&ending) {

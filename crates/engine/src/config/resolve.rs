@@ -451,7 +451,9 @@ impl Resolver {
         let TokenizerSection { path, kind, vocab_size, add_bos } = self.config.tokenizer.clone();
         let from = match (&path, &self.config.model.path) {
             (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
-            (None, Some(model)) if crate::corpora::brings_tokenizer(model) => Some("model.path brings its tokenizer"),
+            (None, Some(model)) if crate::pretrained::brings_tokenizer(model) => {
+                Some("model.path brings its tokenizer")
+            }
             // Token files may still have a tokenizer beside them.
             (None, Some(_)) if kind.is_none() => Some("model.path has no tokenizer, and tokenizer.kind is unset"),
             (None, _) => None,

@@ -5,8 +5,9 @@
 use super::llama::{self, FORM};
 use super::{Class, Definition, EmbeddingScale, Form, GEMMA3, Gains, NormPlaces, Row, Sizes, refuse, row};
 use crate::Result;
+use crate::gguf::{self, Layout};
 use crate::hf::{ConfigError, Keys, Written};
-use crate::spec::{Activation, ModelSpec, RopeSpec};
+use crate::spec::{Activation, LAYERS_MAX, ModelSpec, RopeSpec};
 use crate::split::Cut;
 use serde_json::{Value, json};
 
@@ -38,9 +39,48 @@ const PARAMETERS: &[Row] = &[
     row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
 ];
 
-/// The layers with a window: all but every `pattern`-th.
+const GGUF: &[gguf::Form] = &[gguf::Form {
+    architecture: "gemma3",
+    model_type: "gemma3_text",
+    keys: &[
+        ("context_length", "max_position_embeddings"),
+        ("block_count", "num_hidden_layers"),
+        ("embedding_length", "hidden_size"),
+        ("feed_forward_length", "intermediate_size"),
+        ("attention.head_count", "num_attention_heads"),
+        ("attention.head_count_kv", "num_key_value_heads"),
+        ("attention.key_length", "head_dim"),
+        ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+        ("attention.sliding_window", "sliding_window"),
+        ("attention.sliding_window_pattern", "sliding_window_pattern"),
+        ("rope.freq_base", "rope_theta"),
+        ("rope.freq_base_swa", "rope_local_base_freq"),
+    ],
+    tensors: &[
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("output", "lm_head"),
+        ("blk.{}.attn_norm", "model.layers.{}.input_layernorm"),
+        ("blk.{}.attn_q", "model.layers.{}.self_attn.q_proj"),
+        ("blk.{}.attn_k", "model.layers.{}.self_attn.k_proj"),
+        ("blk.{}.attn_v", "model.layers.{}.self_attn.v_proj"),
+        ("blk.{}.attn_q_norm", "model.layers.{}.self_attn.q_norm"),
+        ("blk.{}.attn_k_norm", "model.layers.{}.self_attn.k_norm"),
+        ("blk.{}.attn_output", "model.layers.{}.self_attn.o_proj"),
+        ("blk.{}.post_attention_norm", "model.layers.{}.post_attention_layernorm"),
+        ("blk.{}.ffn_norm", "model.layers.{}.pre_feedforward_layernorm"),
+        ("blk.{}.ffn_gate", "model.layers.{}.mlp.gate_proj"),
+        ("blk.{}.ffn_up", "model.layers.{}.mlp.up_proj"),
+        ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
+        ("blk.{}.post_ffw_norm", "model.layers.{}.post_feedforward_layernorm"),
+    ],
+    layout: Layout::GainsOfNorms,
+}];
+
+/// The layers with a window: all but every `pattern`-th. More layers than any model has are refused
+/// elsewhere.
 fn sliding(layers: usize, pattern: usize) -> Vec<usize> {
-    (0..layers).filter(|layer| !(layer + 1).is_multiple_of(pattern)).collect()
+    (0..layers.min(LAYERS_MAX)).filter(|layer| !(layer + 1).is_multiple_of(pattern)).collect()
 }
 
 impl Definition for Gemma3 {
@@ -66,6 +106,10 @@ impl Definition for Gemma3 {
 
     fn form(&self) -> Form {
         Form { gains: Gains::OnePlusWeight, norms: NormPlaces::Both, embedding: EmbeddingScale::SqrtDim, ..FORM }
+    }
+
+    fn gguf(&self) -> &'static [gguf::Form] {
+        GGUF
     }
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {

@@ -6,6 +6,7 @@ use super::{
     QkNormKind, ResidualInit, Row, Sizes, refuse, row, transposed,
 };
 use crate::Result;
+use crate::gguf::{self, Layout};
 use crate::hf::{ConfigError, Keys, Written, activation_name};
 use crate::spec::{Activation, ModelSpec};
 use crate::split::Cut;
@@ -35,6 +36,32 @@ const PARAMETERS: &[Row] = &[
     row("norm.bias", Cut::Residual, &["transformer.ln_f.bias"]),
     row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
 ];
+
+const GGUF: &[gguf::Form] = &[gguf::Form {
+    architecture: "gpt2",
+    model_type: "gpt2",
+    keys: &[
+        ("context_length", "n_positions"),
+        ("block_count", "n_layer"),
+        ("embedding_length", "n_embd"),
+        ("feed_forward_length", "n_inner"),
+        ("attention.head_count", "n_head"),
+        ("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+    ],
+    tensors: &[
+        ("token_embd", "transformer.wte"),
+        ("position_embd", "transformer.wpe"),
+        ("output_norm", "transformer.ln_f"),
+        ("output", "lm_head"),
+        ("blk.{}.attn_norm", "transformer.h.{}.ln_1"),
+        ("blk.{}.attn_qkv", "transformer.h.{}.attn.c_attn"),
+        ("blk.{}.attn_output", "transformer.h.{}.attn.c_proj"),
+        ("blk.{}.ffn_norm", "transformer.h.{}.ln_2"),
+        ("blk.{}.ffn_up", "transformer.h.{}.mlp.c_fc"),
+        ("blk.{}.ffn_down", "transformer.h.{}.mlp.c_proj"),
+    ],
+    layout: Layout::Upright,
+}];
 
 impl Definition for Gpt2 {
     fn name(&self) -> &'static str {
@@ -77,6 +104,10 @@ impl Definition for Gpt2 {
             heads: HeadsKind::Plain,
             residual_init: ResidualInit::Depth,
         }
+    }
+
+    fn gguf(&self) -> &'static [gguf::Form] {
+        GGUF
     }
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {

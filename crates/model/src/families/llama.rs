@@ -6,8 +6,9 @@ use super::{
     QkNormKind, ResidualInit, Row, Sizes, refuse, row,
 };
 use crate::Result;
+use crate::gguf::{self, Layout};
 use crate::hf::{ConfigError, Keys, Written};
-use crate::spec::{Activation, ModelSpec, RopeSpec};
+use crate::spec::{Activation, LAYERS_MAX, ModelSpec, RopeSpec};
 use crate::split::Cut;
 use serde_json::{Value, json};
 
@@ -49,6 +50,37 @@ const PARAMETERS: &[Row] = &[
     row("norm.weight", Cut::Residual, &["model.norm.weight"]),
     row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
 ];
+
+/// Mistral's files have the architecture `llama` too.
+const GGUF: &[gguf::Form] = &[
+    gguf::Form { architecture: "llama", model_type: "llama", layout: Layout::Interleaved, ..GGUF_FORM },
+    gguf::Form { architecture: "qwen2", model_type: "qwen2", ..GGUF_FORM },
+    gguf::Form { architecture: "qwen3", model_type: "qwen3", ..GGUF_FORM },
+];
+
+/// What the architectures share.
+const GGUF_FORM: gguf::Form = gguf::Form {
+    architecture: "",
+    model_type: "",
+    keys: gguf::DECODER_KEYS,
+    tensors: &[
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("output", "lm_head"),
+        ("blk.{}.attn_norm", "model.layers.{}.input_layernorm"),
+        ("blk.{}.attn_q", "model.layers.{}.self_attn.q_proj"),
+        ("blk.{}.attn_k", "model.layers.{}.self_attn.k_proj"),
+        ("blk.{}.attn_v", "model.layers.{}.self_attn.v_proj"),
+        ("blk.{}.attn_q_norm", "model.layers.{}.self_attn.q_norm"),
+        ("blk.{}.attn_k_norm", "model.layers.{}.self_attn.k_norm"),
+        ("blk.{}.attn_output", "model.layers.{}.self_attn.o_proj"),
+        ("blk.{}.ffn_norm", "model.layers.{}.post_attention_layernorm"),
+        ("blk.{}.ffn_gate", "model.layers.{}.mlp.gate_proj"),
+        ("blk.{}.ffn_up", "model.layers.{}.mlp.up_proj"),
+        ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
+    ],
+    layout: Layout::Same,
+};
 
 /// The form of Llama's blocks, which many families share.
 pub(super) const FORM: Form = Form {
@@ -122,6 +154,10 @@ impl Definition for Llama {
 
     fn form(&self) -> Form {
         FORM
+    }
+
+    fn gguf(&self) -> &'static [gguf::Form] {
+        GGUF
     }
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {
@@ -282,7 +318,8 @@ fn windows(keys: &mut Keys, model_type: &str, spec: &mut ModelSpec) -> std::resu
             let window = if given { window } else { Some(4096) }.filter(|_| uses);
             let first = keys.typed("max_window_layers", "a whole number", Value::as_u64)?.unwrap_or(28) as usize;
             let sliding = match keys.sliding_layers(spec.layers)? {
-                None => (first.min(spec.layers)..spec.layers).collect(),
+                // More layers than any model has are refused later.
+                None => (first.min(spec.layers)..spec.layers.min(LAYERS_MAX)).collect(),
                 Some(sliding) => sliding,
             };
             if window.is_some() && !sliding.is_empty() {

@@ -12,6 +12,7 @@ mod llama;
 mod olmo2;
 mod phi3;
 
+use crate::gguf;
 use crate::hf::{ConfigError, Keys, Written};
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::rope::RopeTables;
@@ -74,6 +75,11 @@ pub trait Definition: Send + Sync {
 
     /// The form of its blocks.
     fn form(&self) -> Form;
+
+    /// The forms of its GGUF files; none if they are not read.
+    fn gguf(&self) -> &'static [gguf::Form] {
+        &[]
+    }
 
     /// A model of these sizes with everything else as is usual in the family.
     fn usual(&self, sizes: &Sizes) -> ModelSpec;

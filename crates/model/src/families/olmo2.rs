@@ -4,6 +4,7 @@
 use super::llama::{self, FORM};
 use super::{Class, Definition, Form, NormPlaces, OLMO2, QkNormKind, Row, Sizes, refuse, row};
 use crate::Result;
+use crate::gguf::{self, Layout};
 use crate::hf::{ConfigError, Keys, Written};
 use crate::spec::{Activation, ModelSpec, RopeSpec};
 use crate::split::Cut;
@@ -30,6 +31,29 @@ const PARAMETERS: &[Row] = &[
     row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
 ];
 
+const GGUF: &[gguf::Form] = &[gguf::Form {
+    architecture: "olmo2",
+    model_type: "olmo2",
+    keys: gguf::DECODER_KEYS,
+    tensors: &[
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("output", "lm_head"),
+        ("blk.{}.attn_q", "model.layers.{}.self_attn.q_proj"),
+        ("blk.{}.attn_k", "model.layers.{}.self_attn.k_proj"),
+        ("blk.{}.attn_v", "model.layers.{}.self_attn.v_proj"),
+        ("blk.{}.attn_q_norm", "model.layers.{}.self_attn.q_norm"),
+        ("blk.{}.attn_k_norm", "model.layers.{}.self_attn.k_norm"),
+        ("blk.{}.attn_output", "model.layers.{}.self_attn.o_proj"),
+        ("blk.{}.post_attention_norm", "model.layers.{}.post_attention_layernorm"),
+        ("blk.{}.ffn_gate", "model.layers.{}.mlp.gate_proj"),
+        ("blk.{}.ffn_up", "model.layers.{}.mlp.up_proj"),
+        ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
+        ("blk.{}.post_ffw_norm", "model.layers.{}.post_feedforward_layernorm"),
+    ],
+    layout: Layout::Same,
+}];
+
 impl Definition for Olmo2 {
     fn name(&self) -> &'static str {
         "olmo2"
@@ -53,6 +77,10 @@ impl Definition for Olmo2 {
 
     fn form(&self) -> Form {
         Form { norms: NormPlaces::After, qk_norm: QkNormKind::Whole, ..FORM }
+    }
+
+    fn gguf(&self) -> &'static [gguf::Form] {
+        GGUF
     }
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {

@@ -4,6 +4,7 @@
 use super::llama::{self, FORM};
 use super::{Class, Definition, Form, PHI3, Row, Sizes, refuse, row};
 use crate::Result;
+use crate::gguf::{self, Layout};
 use crate::hf::{ConfigError, Keys, Written};
 use crate::spec::{Activation, ModelSpec, RopeSpec};
 use crate::split::Cut;
@@ -25,6 +26,24 @@ const PARAMETERS: &[Row] = &[
     row("norm.weight", Cut::Residual, &["model.norm.weight"]),
     row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
 ];
+
+const GGUF: &[gguf::Form] = &[gguf::Form {
+    architecture: "phi3",
+    model_type: "phi3",
+    keys: gguf::DECODER_KEYS,
+    tensors: &[
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("output", "lm_head"),
+        ("blk.{}.attn_norm", "model.layers.{}.input_layernorm"),
+        ("blk.{}.attn_qkv", "model.layers.{}.self_attn.qkv_proj"),
+        ("blk.{}.attn_output", "model.layers.{}.self_attn.o_proj"),
+        ("blk.{}.ffn_norm", "model.layers.{}.post_attention_layernorm"),
+        ("blk.{}.ffn_up", "model.layers.{}.mlp.gate_up_proj"),
+        ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
+    ],
+    layout: Layout::Same,
+}];
 
 impl Definition for Phi3 {
     fn name(&self) -> &'static str {
@@ -49,6 +68,10 @@ impl Definition for Phi3 {
 
     fn form(&self) -> Form {
         FORM
+    }
+
+    fn gguf(&self) -> &'static [gguf::Form] {
+        GGUF
     }
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {

@@ -123,7 +123,7 @@ impl WeightReader {
                     Some((_, stored)) if stored.shape != shape => {
                         problems.push(format!("`{}` is {:?} and should be {shape:?}", source.hf_name, stored.shape));
                     }
-                    Some((_, stored)) if stored.float_dtype().is_none() => {
+                    Some((_, stored)) if stored.encoding().is_none() => {
                         problems.push(format!("`{}` has dtype {}", source.hf_name, stored.dtype));
                     }
                     Some(_) => {}

@@ -1,6 +1,8 @@
-//! One safetensors file: its header, checked, and reads of single tensors.
+//! One safetensors file: its header, checked, and reads of single tensors; the encodings of tensors in
+//! it and in [GGUF files](crate::gguf).
 
 use super::WeightsError;
+use crate::gguf::Quantisation;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -85,21 +87,81 @@ impl StoredDType {
     }
 }
 
+/// The encoding of weights in a file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Encoding {
+    /// Numbers one by one.
+    Float(StoredDType),
+    /// Blocks of quantised numbers; in GGUF files only.
+    Blocks(Quantisation),
+}
+
+impl Encoding {
+    /// The encoding that headers call `name`.
+    pub fn named(name: &str) -> Option<Encoding> {
+        let floats = [StoredDType::F32, StoredDType::BF16, StoredDType::F16].map(Encoding::Float);
+        let blocks = Quantisation::ALL.map(Encoding::Blocks);
+        floats.into_iter().chain(blocks).find(|encoding| encoding.name() == name)
+    }
+
+    /// The name in headers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Encoding::Float(dtype) => dtype.name(),
+            Encoding::Blocks(kind) => kind.name(),
+        }
+    }
+
+    /// Elements and bytes of a block.
+    pub fn block(self) -> (usize, usize) {
+        match self {
+            Encoding::Float(dtype) => (1, dtype.size()),
+            Encoding::Blocks(kind) => (kind.elements(), kind.bytes()),
+        }
+    }
+
+    /// The values of whole blocks in f32.
+    pub(crate) fn decode(self, bytes: &[u8], out: &mut [f32]) {
+        match self {
+            Encoding::Float(dtype) => dtype.decode(bytes, out),
+            Encoding::Blocks(kind) => kind.decode(bytes, out),
+        }
+    }
+}
+
 /// A tensor's entry in a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredTensor {
-    /// Its dtype's name; weights must be one of [`StoredDType`], other tensors may be anything.
+    /// Its dtype's name; that of weights is one of [`Encoding`], other tensors may have any.
     pub dtype: String,
     /// Its dimensions.
     pub shape: Vec<usize>,
     /// Its bytes, from the end of the header on.
     pub range: std::ops::Range<u64>,
+    /// The difference between what is stored and the tensor of a Hugging Face file.
+    pub change: Change,
+}
+
+/// The difference between a stored tensor and that of a Hugging Face file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Change {
+    /// None.
+    None,
+    /// One is added to each element.
+    PlusOne,
+    /// It is transposed.
+    Transposed,
+    /// The rows of a head's two halves alternate, in heads of this many rows.
+    Interleaved {
+        /// Rows of a head.
+        head: usize,
+    },
 }
 
 impl StoredTensor {
-    /// Its dtype, if it is one that weights can have.
-    pub fn float_dtype(&self) -> Option<StoredDType> {
-        [StoredDType::F32, StoredDType::BF16, StoredDType::F16].into_iter().find(|d| d.name() == self.dtype)
+    /// Its encoding, if it is one that weights can have.
+    pub fn encoding(&self) -> Option<Encoding> {
+        Encoding::named(&self.dtype)
     }
 }
 
@@ -171,6 +233,11 @@ impl TensorFile {
         Ok(TensorFile { path: path.into(), file: Mutex::new(file), data_start: 8 + header_len, tensors })
     }
 
+    /// An open file whose header was checked: tensors lie at their places from byte `data_start` on.
+    pub(crate) fn of(path: &Path, file: File, data_start: u64, tensors: BTreeMap<String, StoredTensor>) -> TensorFile {
+        TensorFile { path: path.into(), file: Mutex::new(file), data_start, tensors }
+    }
+
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
@@ -225,7 +292,10 @@ fn check(entries: Entries, data_len: u64) -> Result<BTreeMap<String, StoredTenso
             ));
         }
         ranges.push((start, end, name.clone()));
-        if tensors.insert(name.clone(), StoredTensor { dtype, shape, range: start..end }).is_some() {
+        if tensors
+            .insert(name.clone(), StoredTensor { dtype, shape, range: start..end, change: Change::None })
+            .is_some()
+        {
             return Err(format!("tensor `{name}` is there twice"));
         }
     }

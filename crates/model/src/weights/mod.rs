@@ -1,5 +1,5 @@
 //! Reads and writes weights as safetensors under Hugging Face's names, in one file or in shards
-//! with an index.
+//! with an index. Reads [GGUF files](crate::gguf) too.
 //!
 //! Reading uses positioned reads of one tensor at a time. Memory holds one conversion buffer, and a
 //! file that is cut short meanwhile is an error and not a signal. Everything that headers tell
@@ -16,7 +16,8 @@ mod read;
 mod write;
 
 pub use adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, read_adapter_config};
-pub use file::{StoredDType, StoredTensor, TensorFile};
+pub use file::{Change, Encoding, StoredDType, StoredTensor, TensorFile};
+pub(crate) use read::Places;
 pub use read::WeightReader;
 pub use write::{ExportOptions, Exported, export};
 
@@ -46,6 +47,14 @@ pub enum WeightsError {
     /// A file does not have the format that it claims.
     #[error("{path} is damaged or no safetensors file: {problem}")]
     Format {
+        /// The file.
+        path: PathBuf,
+        /// The fault.
+        problem: String,
+    },
+    /// A GGUF file that is damaged, or holds what is not read.
+    #[error("{path}: {problem}")]
+    Gguf {
         /// The file.
         path: PathBuf,
         /// The fault.

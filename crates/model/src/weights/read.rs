@@ -1,7 +1,8 @@
 //! Reading a folder of weights into a model's flat unit buffers.
 
-use super::file::{StoredTensor, TensorFile};
+use super::file::{Change, StoredTensor, TensorFile};
 use super::{INDEX, SINGLE, WeightsError};
+use crate::gguf;
 use crate::hf::implied_zeros;
 use crate::parameter::{ParameterSpec, Source, UnitLayout};
 use crate::{Model, ModelError};
@@ -19,8 +20,7 @@ const CHUNK: usize = 1 << 22;
 #[derive(Debug)]
 pub struct WeightReader {
     files: Vec<TensorFile>,
-    /// The file and entry of each tensor, by the model's name for it.
-    places: BTreeMap<String, (usize, StoredTensor)>,
+    places: Places,
     layouts: Vec<UnitLayout>,
     notes: Vec<String>,
 }
@@ -41,11 +41,15 @@ struct Index {
 }
 
 impl WeightReader {
-    /// Opens `folder` and checks that it holds exactly the tensors of `model`, in the right shapes.
-    /// Reads headers only, except to compare a tied head that is stored nevertheless.
+    /// Opens `folder`, or a GGUF file, and checks that it holds exactly the tensors of `model`, in
+    /// the right shapes. Reads headers only, except to compare a tied head that is stored
+    /// nevertheless.
     pub fn open(folder: &Path, model: &Model) -> Result<WeightReader, WeightsError> {
-        let (files, mut places) = open_files(folder)?;
         let mut notes = Vec::new();
+        let (files, mut places) = match model.spec().filter(|_| gguf::is_gguf(folder)) {
+            Some(spec) => gguf::open_weights(folder, spec, &mut notes)?,
+            None => open_files(folder)?,
+        };
         drop_buffers(model, &mut places, &mut notes);
         add_prefix(model, &mut places);
         let layouts = (0..model.units().len()).map(|unit| model.layout(unit, 1)).collect();
@@ -147,7 +151,7 @@ impl WeightReader {
     fn read_block(&self, source: &Source, block: &Block, out: &mut [f32]) -> Result<(), WeightsError> {
         let (file, tensor) = &self.places[&source.hf_name];
         let Block { rows, columns, shape: [all_rows, width], stride } = block;
-        if !source.transposed {
+        if !source.transposed || tensor.change == Change::Transposed {
             // Full rows lie one after the other, here and there.
             if columns.len() == *width && stride == width {
                 return self.read_range(*file, tensor, rows.start * width, &mut out[..rows.len() * width]);
@@ -183,7 +187,7 @@ impl WeightReader {
         Ok(())
     }
 
-    /// Elements `first ..` of a stored tensor.
+    /// Elements `first ..` of a tensor as a Hugging Face file has it, but for its orientation.
     fn read_range(
         &self,
         file: usize,
@@ -191,18 +195,59 @@ impl WeightReader {
         first: usize,
         out: &mut [f32],
     ) -> Result<(), WeightsError> {
+        let Change::Interleaved { head } = tensor.change else {
+            self.read_stored(file, tensor, first, out)?;
+            if tensor.change == Change::PlusOne {
+                out.iter_mut().for_each(|x| *x -= 1.0);
+            }
+            return Ok(());
+        };
+        // A vector's rows have one element.
+        let width = if tensor.shape.len() == 1 { 1 } else { tensor.shape.last().copied().unwrap_or(1) };
+        let (mut at, end) = (first, first + out.len());
+        while at < end {
+            let (row, column) = (at / width, at % width);
+            let (start, half, inside) = (row / head * head, row % head / (head / 2), row % (head / 2));
+            let stored = (start + 2 * inside + half) * width + column;
+            let count = (width - column).min(end - at);
+            self.read_stored(file, tensor, stored, &mut out[at - first..][..count])?;
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// Elements `first ..` of a tensor as it is stored.
+    fn read_stored(
+        &self,
+        file: usize,
+        tensor: &StoredTensor,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<(), WeightsError> {
         let file = &self.files[file];
-        let Some(dtype) = tensor.float_dtype() else {
+        let Some(encoding) = tensor.encoding() else {
             let problem = format!("a tensor of dtype {} is needed as f32, bf16 or f16", tensor.dtype);
             return Err(WeightsError::Format { path: file.path().into(), problem });
         };
-        let mut bytes = vec![0; CHUNK.min(out.len() * dtype.size())];
-        let mut at = first * dtype.size();
-        for part in out.chunks_mut(CHUNK / dtype.size()) {
-            let bytes = &mut bytes[..part.len() * dtype.size()];
-            file.read(tensor, at, bytes)?;
-            dtype.decode(bytes, part);
-            at += bytes.len();
+        let (block, block_bytes) = encoding.block();
+        let most = CHUNK / block_bytes * block;
+        let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        let (mut at, end) = (first, first + out.len());
+        while at < end {
+            let start = at / block * block;
+            let stop = end.min(start + most);
+            let blocks = (stop - start).div_ceil(block);
+            bytes.resize(blocks * block_bytes, 0);
+            file.read(tensor, start / block * block_bytes, &mut bytes)?;
+            let part = &mut out[at - first..stop - first];
+            if part.len() == blocks * block {
+                encoding.decode(&bytes, part);
+            } else {
+                values.resize(blocks * block, 0.0);
+                encoding.decode(&bytes, &mut values);
+                part.copy_from_slice(&values[at - start..stop - start]);
+            }
+            at = stop;
         }
         Ok(())
     }
@@ -217,13 +262,16 @@ impl WeightReader {
             }
             for source in &parameter.sources {
                 wanted.insert(source.hf_name.as_str());
-                let shape = source.shape(parameter.whole_shape());
+                let mut shape = source.shape(parameter.whole_shape());
+                if self.places.get(&source.hf_name).is_some_and(|(_, stored)| stored.change == Change::Transposed) {
+                    shape.reverse();
+                }
                 match self.places.get(&source.hf_name) {
                     None => problems.push(format!("`{}` {shape:?} is missing", source.hf_name)),
                     Some((_, stored)) if stored.shape != shape => {
                         problems.push(format!("`{}` is {:?} and should be {shape:?}", source.hf_name, stored.shape))
                     }
-                    Some((_, stored)) if stored.float_dtype().is_none() => problems.push(format!(
+                    Some((_, stored)) if stored.encoding().is_none() => problems.push(format!(
                         "`{}` has dtype {}; weights must be F32, BF16 or F16",
                         source.hf_name, stored.dtype
                     )),
@@ -283,7 +331,8 @@ impl WeightReader {
     }
 }
 
-type Places = BTreeMap<String, (usize, StoredTensor)>;
+/// The file and entry of each tensor, by the model's name for it.
+pub(crate) type Places = BTreeMap<String, (usize, StoredTensor)>;
 
 fn open_files(folder: &Path) -> Result<(Vec<TensorFile>, Places), WeightsError> {
     let single = folder.join(SINGLE);

@@ -1,0 +1,51 @@
+//! Pretrained models: Hugging Face folders, and GGUF files, which hold a model and its tokenizer.
+
+use crate::session::files;
+use crate::{EngineError, Result};
+use std::path::{Path, PathBuf};
+use trainyard_data::Tokenizer;
+use trainyard_model::{ModelError, gguf};
+
+/// The text of the `config.json` of the model at `path`: that of a folder, or what the metadata of a
+/// GGUF file says, as such a text.
+///
+/// # Errors
+/// No such file, or one that is damaged.
+pub fn config_text(path: &Path) -> Result<String> {
+    if gguf::is_gguf(path) {
+        return Ok(gguf::config_json(path).map_err(ModelError::from)?);
+    }
+    let file = path.join("config.json");
+    std::fs::read_to_string(&file).map_err(|source| EngineError::File {
+        what: "cannot read",
+        path: file.display().to_string(),
+        source,
+    })
+}
+
+/// The place of a file that comes with the model at `path`: in the folder, or beside a GGUF file.
+pub fn companion(path: &Path, name: &str) -> PathBuf {
+    match path.parent().filter(|_| gguf::is_gguf(path)) {
+        Some(folder) => folder.join(name),
+        None => path.join(name),
+    }
+}
+
+/// True if the model at `path` comes with a tokenizer.
+pub fn brings_tokenizer(path: &Path) -> bool {
+    companion(path, files::TOKENIZER).is_file() || (gguf::is_gguf(path) && gguf::has_tokenizer(path))
+}
+
+/// The tokenizer of the model at `path`. A `tokenizer.json` beside a GGUF file comes before the
+/// tokenizer inside.
+///
+/// # Errors
+/// No tokenizer, or one that is damaged or of an unknown kind.
+pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
+    let file = companion(path, files::TOKENIZER);
+    if file.is_file() || !gguf::is_gguf(path) {
+        return Ok(Tokenizer::load(&file)?);
+    }
+    let text = gguf::tokenizer_json(path).map_err(ModelError::from)?;
+    Ok(Tokenizer::from_json(text.as_bytes(), &path.display().to_string())?)
+}
