@@ -170,8 +170,8 @@ fn folders_of_every_family_train_are_exported_and_generate() {
     }
 }
 
-/// A GGUF file instead of a folder: it trains, is evaluated and generates, and a tokenizer beside it
-/// is its own.
+/// A GGUF file instead of a folder: it trains, is evaluated and generates, and a tokenizer beside
+/// it is its own.
 #[test]
 fn a_gguf_file_trains_is_evaluated_exported_and_generates() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden/gguf/gemma3.gguf");

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use trainyard_data::Tokenizer;
 use trainyard_model::{ModelError, gguf};
 
-/// The text of the `config.json` of the model at `path`: that of a folder, or what the metadata of a
-/// GGUF file says, as such a text.
+/// The text of the `config.json` of the model at `path`: that of a folder, or what the metadata of
+/// a GGUF file says, as such a text.
 ///
 /// # Errors
 /// No such file, or one that is damaged.

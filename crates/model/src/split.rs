@@ -4,10 +4,10 @@
 //! unit together. With `sequence`, the rows of the residual stream are divided among the ranks too
 //! (Korthikanti et al. 2022).
 //!
-//! A family's table ([`crate::families`]) says for each parameter how it lies on the axis. Everything
-//! else follows here: the heads, the columns of the MLP and the tokens of the vocabulary that a
-//! rank has, the shape and the place of its part of each parameter, and the layout of the residual
-//! stream.
+//! A family's table ([`crate::families`]) says for each parameter how it lies on the axis.
+//! Everything else follows here: the heads, the columns of the MLP and the tokens of the vocabulary
+//! that a rank has, the shape and the place of its part of each parameter, and the layout of the
+//! residual stream.
 //!
 //! Parts may be unequal. Where a dimension allows it, parts of it are multiples of [`QUANTUM`], for
 //! the speed of products.

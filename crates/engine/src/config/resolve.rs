@@ -9,7 +9,6 @@ use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
-use trainyard_model::Family;
 use trainyard_tensor::cpu::Isa;
 
 /// Upper limit for the tokens of a micro-batch on a rank.
@@ -102,9 +101,9 @@ pub struct Derivation {
 pub enum ModelSource {
     /// A shape.
     Shape(ModelShape),
-    /// A Hugging Face folder.
+    /// A Hugging Face folder or a GGUF file.
     HuggingFace {
-        /// The folder.
+        /// Its place.
         path: PathBuf,
         /// True if training starts from its weights.
         load_weights: bool,
@@ -116,7 +115,7 @@ pub enum ModelSource {
 #[derive(Clone, PartialEq, Debug, Serialize)]
 #[allow(missing_docs, reason = "each field is a key of [model] and documented there")]
 pub struct ModelShape {
-    pub family: Family,
+    pub family: trainyard_model::Family,
     pub dim: usize,
     pub layers: usize,
     pub heads: usize,
@@ -451,9 +450,7 @@ impl Resolver {
         let TokenizerSection { path, kind, vocab_size, add_bos } = self.config.tokenizer.clone();
         let from = match (&path, &self.config.model.path) {
             (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
-            (None, Some(model)) if crate::pretrained::brings_tokenizer(model) => {
-                Some("model.path brings its tokenizer")
-            }
+            (None, Some(from)) if crate::pretrained::brings_tokenizer(from) => Some("model.path brings its tokenizer"),
             // Token files may still have a tokenizer beside them.
             (None, Some(_)) if kind.is_none() => Some("model.path has no tokenizer, and tokenizer.kind is unset"),
             (None, _) => None,

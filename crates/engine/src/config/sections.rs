@@ -259,8 +259,8 @@ section! {
         /// A named shape; keys written beside it change it. The list is below.
         #[elsewhere("flavor", "model_name", "name")]
         preset: Option<String> = None;
-        /// A Hugging Face folder, or a GGUF file: its `config.json` or metadata gives the shape, so no
-        /// key of the shape may be given beside it.
+        /// A Hugging Face folder, or a GGUF file: its `config.json` or metadata gives the shape, so
+        /// no key of the shape may be given beside it.
         #[elsewhere("hf_assets_path", "model_name_or_path", "pretrained_model_name_or_path")]
         path: Option<PathBuf> = None;
         /// Start from the weights in `path` (fine-tuning) rather than from random ones. Unset:

@@ -1,6 +1,6 @@
-//! Gemma 3, text only (Gemma Team 2025): Llama's block with a norm before and after each half, norms
-//! of query and key heads, gains of `1 + w`, GeGLU, and an embedding that is scaled by `sqrt(dim)`.
-//! Five of six layers see a window and rotate with a short base.
+//! Gemma 3, text only (Gemma Team 2025): Llama's block with a norm before and after each half,
+//! norms of query and key heads, gains of `1 + w`, GeGLU, and an embedding that is scaled by
+//! `sqrt(dim)`. Five of six layers see a window and rotate with a short base.
 
 use super::llama::{self, FORM};
 use super::{Class, Definition, EmbeddingScale, Form, GEMMA3, Gains, NormPlaces, Row, Sizes, refuse, row};

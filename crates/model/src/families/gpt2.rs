@@ -1,5 +1,5 @@
-//! GPT-2 (Radford et al. 2019): LayerNorm, learned positions, an MLP of two products. Files hold its
-//! matrices transposed.
+//! GPT-2 (Radford et al. 2019): LayerNorm, learned positions, an MLP of two products. Files hold
+//! its matrices transposed.
 
 use super::{
     Class, Definition, EmbeddingScale, Form, GPT2, Gains, HeadsKind, MlpKind, NormKind, NormPlaces, Positions,

@@ -58,7 +58,7 @@ const GGUF: &[gguf::Form] = &[
     gguf::Form { architecture: "qwen3", model_type: "qwen3", ..GGUF_FORM },
 ];
 
-/// What the architectures share.
+/// The common part of the architectures.
 const GGUF_FORM: gguf::Form = gguf::Form {
     architecture: "",
     model_type: "",
@@ -230,9 +230,9 @@ impl Definition for Llama {
         Ok(spec)
     }
 
-    /// `attention_bias` of Llama and Qwen3 is on all four projections: biases that the model has not
-    /// are zeros. Qwen2, which has three, comes after Llama, because transformers splits text for it
-    /// by a class of its own, whatever `tokenizer.json` says.
+    /// `attention_bias` of Llama and Qwen3 is on all four projections: biases that the model has
+    /// not are zeros. Qwen2, which has three, comes after Llama, because transformers splits text
+    /// for it by a class of its own, whatever `tokenizer.json` says.
     fn able(&self, spec: &ModelSpec) -> std::result::Result<Vec<Class>, ConfigError> {
         let no = |what: &str| Err(ConfigError::NoEquivalent(what.into()));
         if spec.rotary_dim() != spec.head_dim {

@@ -3,8 +3,8 @@
 //! lists them; nothing else in the workspace names one family in particular.
 //!
 //! To add a family, write a file with an implementation of [`Definition`] and add a line to
-//! [`FAMILIES`]. Most families differ from Llama in a few choices of [`Form`]; one with another kind
-//! of block returns it from [`Definition::block`]. `docs/families.md` has the steps.
+//! [`FAMILIES`]. Most families differ from Llama in a few choices of [`Form`]; one with another
+//! kind of block returns it from [`Definition::block`]. `docs/families.md` has the steps.
 
 mod gemma3;
 mod gpt2;
@@ -46,7 +46,7 @@ pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3];
 #[derive(Clone, Copy)]
 pub struct Family(&'static dyn Definition);
 
-/// What a family says of itself.
+/// A family's description of itself.
 pub trait Definition: Send + Sync {
     /// Its name in configurations and checkpoints: `llama`.
     fn name(&self) -> &'static str;
@@ -213,7 +213,7 @@ pub enum NormPlaces {
     Both,
 }
 
-/// What is normalised by the norm of queries, and by that of keys.
+/// The extent of the norm of queries, and of that of keys.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum QkNormKind {
     /// Each head by itself.

@@ -142,8 +142,8 @@ impl Definition for Phi3 {
     }
 }
 
-/// The rotation of a file. The class knows one rule besides the plain one, `longrope`, and takes the
-/// names `su` and `yarn` for it too.
+/// The rotation of a file. The class knows one rule besides the plain one, `longrope`, and takes
+/// the names `su` and `yarn` for it too.
 fn rotation(keys: &mut Keys, positions: usize) -> std::result::Result<RopeSpec, ConfigError> {
     let refused = |value: String| ConfigError::Unsupported {
         key: "rope_type".into(),

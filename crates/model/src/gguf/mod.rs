@@ -86,8 +86,8 @@ fn forms() -> impl Iterator<Item = &'static Form> {
     FAMILIES.iter().flat_map(|family| family.gguf())
 }
 
-/// The text of a `config.json` with what the metadata of a file says. A key of the architecture that
-/// is not known goes in under its own name, so that it is reported like any unknown key.
+/// The text of a `config.json` with what the metadata of a file says. A key of the architecture
+/// that is not known goes in under its own name, so that it is reported like any unknown key.
 ///
 /// # Errors
 /// A file that is damaged, is a part of several, or holds what is not supported.
@@ -149,8 +149,10 @@ fn translate(metadata: &Metadata, file: &TensorFile) -> Result<Value, String> {
     for (_, key) in biases.iter().filter(|(tensor, _)| has(tensor) && !class_has) {
         config.insert((*key).into(), json!(true));
     }
-    if form.model_type != "gpt2" {
-        rotation(metadata, form, file, &mut config)?;
+    match form.model_type {
+        // Files do not have the probability with which the class drops attention's.
+        "gpt2" => drop(config.insert("attn_pdrop".into(), json!(0.0))),
+        _ => rotation(metadata, form, file, &mut config)?,
     }
     if form.model_type == "gemma3_text" {
         // The scale of scores stands in no key. llama.cpp knows it by the number of layers: the

@@ -134,8 +134,8 @@ fn pieces() -> Vec<Value> {
     vec![replace, json!({ "type": "ByteFallback" }), json!({ "type": "Fuse" })]
 }
 
-/// SentencePiece as Llama has it, and as Phi-3 has it: a space before the text, unless the file says
-/// otherwise.
+/// SentencePiece as Llama has it, and as Phi-3 has it: a space before the text, unless the file
+/// says otherwise.
 fn sentence_piece(metadata: &Metadata) -> Value {
     let prefix = metadata.flag("tokenizer.ggml.add_space_prefix").unwrap_or(true);
     let mut decoders = pieces();

@@ -1,5 +1,5 @@
-//! One safetensors file: its header, checked, and reads of single tensors; the encodings of tensors in
-//! it and in [GGUF files](crate::gguf).
+//! One safetensors file: its header, checked, and reads of single tensors; the encodings of tensors
+//! in it and in [GGUF files](crate::gguf).
 
 use super::WeightsError;
 use crate::gguf::Quantisation;
@@ -233,7 +233,8 @@ impl TensorFile {
         Ok(TensorFile { path: path.into(), file: Mutex::new(file), data_start: 8 + header_len, tensors })
     }
 
-    /// An open file whose header was checked: tensors lie at their places from byte `data_start` on.
+    /// An open file whose header was checked: tensors lie at their places from byte `data_start`
+    /// on.
     pub(crate) fn of(path: &Path, file: File, data_start: u64, tensors: BTreeMap<String, StoredTensor>) -> TensorFile {
         TensorFile { path: path.into(), file: Mutex::new(file), data_start, tensors }
     }
