@@ -35,6 +35,7 @@ fn help_texts_are_as_agreed() {
         &["calibrate"],
         &["plan"],
         &["advise"],
+        &["tune"],
         &["program"],
         &["dash"],
         &["top"],

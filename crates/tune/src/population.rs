@@ -56,17 +56,18 @@ fn select(study: &Study, rung: usize) -> Option<Next> {
     if let Some(trial) = out.iter().find(|trial| trial.end.is_none()) {
         return Some(Next::Note(Event::Ended { trial: trial.number, end: End::Replaced, seconds: 0.0 }));
     }
-    let is_paused = |trial: &Trial| trial.losses.len() == rung + 1 && trial.training_to.is_none() && trial.end.is_none();
-    if let Some(trial) = kept.iter().find(|trial| is_paused(trial)) {
-        return Some(Next::Train(Event::GoOn { trial: trial.number, to: rung + 1 }));
-    }
+    // Copies begin before their parents go on and replace their checkpoints.
     let copies = trials.iter().filter(|trial| trial.parent.is_some_and(|(_, at)| at == rung)).count();
-    (copies < replaced).then(|| {
+    if copies < replaced {
         let mut stream = Stream::new(study.settings.seed, PURPOSE, trials.len() as u32);
         let parent = kept[stream.below(quarter.min(kept.len()))];
         let point = changed(study, &parent.point, &mut stream);
-        Next::Train(study.begin(point, Some((parent.number, rung)), rung + 1))
-    })
+        return Some(Next::Train(study.begin(point, Some((parent.number, rung)), rung + 1)));
+    }
+    let is_paused =
+        |trial: &Trial| trial.losses.len() == rung + 1 && trial.training_to.is_none() && trial.end.is_none();
+    let paused = kept.iter().find(|trial| is_paused(trial));
+    paused.map(|trial| Next::Train(Event::GoOn { trial: trial.number, to: rung + 1 }))
 }
 
 /// Settings near those of `point`.
