@@ -36,6 +36,7 @@ fn help_texts_are_as_agreed() {
         &["plan"],
         &["advise"],
         &["tune"],
+        &["tune", "batch"],
         &["program"],
         &["dash"],
         &["top"],

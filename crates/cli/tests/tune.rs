@@ -44,6 +44,24 @@ fn a_search_finds_settings_and_every_trial_is_a_run() {
     let again = runs.as_array().unwrap().iter().find(|run| run["name"] == "again").unwrap();
     let least = runs.as_array().unwrap().iter().filter_map(|run| run["validation_loss"].as_f64()).fold(9.9, f64::min);
     assert_eq!(again["validation_loss"].as_f64(), Some(least));
+    // So has one with the configuration that was written.
+    assert!(ran.stdout.contains("its configuration: runs/s/best.toml"), "{}", ran.stdout);
+    folder.run(&["train", "runs/s/best.toml", "--quiet", "--set", "run.name=written"]).ok();
+    let lines = std::fs::read_to_string(folder.join("runs/written/evaluations.jsonl")).unwrap();
+    assert_eq!(json(lines.lines().last().unwrap())["loss"].as_f64(), Some(least));
+}
+
+#[test]
+fn without_a_space_the_learning_rate_and_the_weight_decay_are_searched() {
+    let folder = Folder::new();
+    let arguments = ["tune", "tiny.toml", "--search", "random", "--trials", "2", "--jobs", "2", "--json"];
+    let ran = folder.run(&arguments).ok();
+    let says = "searching optimizer.learning_rate=log:1e-3..1e-1 and optimizer.weight_decay=0.0..0.3";
+    assert!(ran.stderr.contains(says), "{}", ran.stderr);
+    for (sets, _) in found(&json(&ran.stdout)) {
+        let number = |at: usize| sets[at].split('=').next_back().unwrap().parse::<f64>().unwrap();
+        assert!(sets.len() == 2 && (1e-3..=1e-1).contains(&number(0)) && (0.0..=0.3).contains(&number(1)), "{sets:?}");
+    }
 }
 
 #[test]
@@ -136,7 +154,11 @@ fn wrong_searches_are_refused_before_anything_runs() {
     folder.write("endless.toml", common::TINY.replace("steps = 12", "seconds = 5"));
     let space = "optimizer.learning_rate=log:1e-4..1e-1";
     for (arguments, code, says) in [
-        (&["tune", "tiny.toml"][..], 1, "it has no key"),
+        (
+            &["tune", "tiny.toml", "--set", "optimizer.learning_rate=1", "--set", "optimizer.weight_decay=0"][..],
+            1,
+            "name others with --space",
+        ),
         (&["tune", "tiny.toml", "--space", "optimizer.lr=log:1e-4..1e-2"], 1, "optimizer.learning_rate"),
         (&["tune", "tiny.toml", "--space", "optimizer.learning_rate=log:0..1"], 1, "begins above 0"),
         (&["tune", "tiny.toml", "--space", "optimizer.learning_rate=log:-1..-0.1"], 1, "begins above 0"),
@@ -161,6 +183,12 @@ fn wrong_searches_are_refused_before_anything_runs() {
         (&["tune", "--resume", "runs/gone"], 1, "not the folder of a study"),
         (&["tune", "--resume", "runs/x", "--seed", "1"], 2, "cannot be used with"),
         (&["train", "tiny.toml", "--until", "0"], 2, "0"),
+        (&["tune", "batch", "gone.toml"], 1, "cannot read gone.toml"),
+        (&["tune", "batch", "tiny.toml", "--samples", "1"], 2, "4..=4096"),
+        (&["tune", "batch", "--run", "runs/gone"], 1, "not the folder of a run"),
+        (&["tune", "batch", "tiny.toml", "--run", "runs/gone"], 2, "cannot be used with"),
+        (&["tune", "batch", "tiny.toml", "--memory-only", "--steps", "3"], 2, "cannot be used with"),
+        (&["tune", "batch", "tiny.toml", "--set", "training.elastic_bits=true"], 1, "--memory-only"),
     ] {
         let ran = folder.run(arguments);
         assert_eq!(ran.code, Some(code), "{arguments:?}: {}{}", ran.stdout, ran.stderr);
@@ -168,4 +196,35 @@ fn wrong_searches_are_refused_before_anything_runs() {
         assert!(!ran.stderr.contains("panicked"), "{}", ran.stderr);
     }
     assert!(!folder.join("runs").exists(), "nothing was made");
+}
+
+/// The noise scale of the tiny model, and the sizes that fit in a limit.
+#[test]
+fn a_batch_is_advised_by_memory_and_noise() {
+    let folder = Folder::new();
+    let limit = ["tune", "batch", "tiny.toml", "--set", "memory.limit=3MiB", "--json"];
+    let fits = json(&folder.run(&[&limit[..], &["--memory-only"]].concat()).ok().stdout);
+    let rows = fits["fits"]["micro_batch_size"].as_u64().unwrap();
+    assert!(fits["noise"].is_null() && fits["fits"]["next_mem_predicted_bytes"].as_u64().unwrap() > 3 << 20, "{fits}");
+    assert!(!folder.join("runs").exists(), "nothing was tried");
+    // That many sequences train within the limit, and one more does not.
+    let train = |rows: u64| {
+        let micro = format!("training.micro_batch_size={rows}");
+        folder.run(&["train", "tiny.toml", "--quiet", "--set", "training.steps=1", "--set", "memory.limit=3MiB", "--set", &micro])
+    };
+    train(rows).ok();
+    assert!(train(rows + 1).stderr.contains("over memory.limit"));
+
+    let ran = folder.run(&[&limit[..5], &["--steps", "10"]].concat()).ok();
+    assert!(ran.stdout.contains("predicted; nothing was tried") && ran.stdout.contains("answer  "), "{ran:?}");
+    let again = json(&folder.run(&["tune", "batch", "--run", "runs/batch-001", "--json"]).ok().stdout);
+    let noise = &again["noise"];
+    let number = |key: &str| noise[key].as_f64().unwrap();
+    assert!(noise["step"] == 10 && number("low") < number("sequences") && number("sequences") < number("high"), "{again}");
+    assert!(ran.stdout.contains(&format!("noise   {:.1} sequences", number("sequences"))), "the same run, the same noise");
+    // The run is as it was, and goes on.
+    folder.run(&["train", "--quiet", "--resume", "runs/batch-001"]).ok();
+    let runs = std::fs::read_dir(folder.join("runs")).unwrap().map(|entry| entry.unwrap().file_name());
+    let left: Vec<_> = runs.filter(|name| name.to_string_lossy().starts_with("batch")).collect();
+    assert_eq!(left, ["batch-001"], "no copies and no messages stay");
 }

@@ -122,19 +122,17 @@ impl Journal {
         &self.about
     }
 
-    /// Writes an event and applies it to the study.
+    /// Applies an event to the study and writes it.
     ///
     /// # Errors
-    /// The file cannot be written, or the event cannot follow those before it.
+    /// The event cannot follow those before it, and nothing has changed; or the file cannot be
+    /// written, and the study is ahead of its journal, so the search ends.
     pub fn apply(&mut self, event: &Event) -> Result<(), JournalError> {
-        let mut after = self.study.clone();
-        after.apply(event).map_err(|error| JournalError::Event {
+        self.study.apply(event).map_err(|error| JournalError::Event {
             path: self.path.clone(),
             problem: error.to_string(),
         })?;
-        self.write(event)?;
-        self.study = after;
-        Ok(())
+        self.write(event)
     }
 
     fn write(&mut self, line: &impl Serialize) -> Result<(), JournalError> {

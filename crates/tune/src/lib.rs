@@ -12,6 +12,7 @@
 //! | [`samplers`] | choose the settings of a new trial from the results so far |
 //! | [`Study`] | decides between a new trial, going on with one, and the end |
 //! | [`Journal`] | the events of a study in a file |
+//! | [`NoiseScale`] | how large a batch still pays, from norms of gradients |
 //!
 //! Early stopping is asynchronous successive halving (ASHA; Li et al., "A system for massively
 //! parallel hyperparameter tuning", MLSys 2020): a trial pauses at each rung, and only the best of
@@ -19,6 +20,7 @@
 
 mod halving;
 mod journal;
+mod noise;
 mod normal;
 mod population;
 mod random;
@@ -27,6 +29,7 @@ mod space;
 mod study;
 
 pub use journal::{Journal, JournalError};
+pub use noise::{NoiseScale, Norms};
 pub use random::Stream;
 pub use samplers::Sampler;
 pub use space::{Dimension, Domain, Point, Space, SpaceError};

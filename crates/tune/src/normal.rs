@@ -40,6 +40,28 @@ pub fn erfc(x: f64) -> f64 {
     (-x * x).exp() / PI.sqrt() / tail
 }
 
+/// As [`cdf`] with a relative error below 2e-7, several times as fast: `erfcc` of Press et al.,
+/// "Numerical Recipes", section 6.2.
+pub fn quick_cdf(x: f64) -> f64 {
+    const TERMS: [f64; 10] = [
+        0.170_872_77,
+        -0.822_152_23,
+        1.488_515_87,
+        -1.135_203_98,
+        0.278_868_07,
+        -0.186_288_06,
+        0.096_784_18,
+        0.374_091_96,
+        1.000_023_68,
+        -1.265_512_23,
+    ];
+    let z = (x * FRAC_1_SQRT_2).abs();
+    let t = 1.0 / (1.0 + 0.5 * z);
+    let polynomial = TERMS.iter().fold(0.0, |sum, term| sum * t + term);
+    let tail = 0.5 * t * (polynomial - z * z).exp();
+    if x > 0.0 { 1.0 - tail } else { tail }
+}
+
 /// The quantile of `p`: the x with `cdf(x) = p`. Infinite at 0 and 1.
 pub fn quantile(p: f64) -> f64 {
     if p <= 0.0 {
@@ -91,6 +113,15 @@ mod tests {
         ] {
             let got = erfc(x);
             assert!((got / want - 1.0).abs() < 1e-12, "{x}: {got} against {want}");
+        }
+    }
+
+    #[test]
+    fn the_quick_distribution_is_the_exact_one_to_seven_digits() {
+        for i in -3000..=3000 {
+            let x = f64::from(i) / 100.0;
+            let (quick, exact) = (quick_cdf(x), cdf(x));
+            assert!((quick / exact - 1.0).abs() < 2e-7, "{x}: {quick} against {exact}");
         }
     }
 

@@ -144,6 +144,21 @@ impl Domain {
         }
     }
 
+    /// The edges of the values' cells in the unit interval, ascending, one more than values; None
+    /// for numbers.
+    pub(crate) fn edges(&self) -> Option<Vec<f64>> {
+        match self {
+            Domain::Number { .. } => None,
+            Domain::Whole { low, high, log } => {
+                let edge = |value: i64| whole_edge(*low, *high, *log, value as f64);
+                Some((*low..=*high).map(edge).chain([1.0]).collect())
+            }
+            Domain::Choice { values } => {
+                Some((0..=values.len()).map(|value| value as f64 / values.len() as f64).collect())
+            }
+        }
+    }
+
     /// True if neighbouring places in the unit interval mean similar values.
     pub fn is_ordered(&self) -> bool {
         let Domain::Choice { values } = self else { return true };
@@ -200,10 +215,16 @@ fn whole_at(low: i64, high: i64, log: bool, place: f64) -> i64 {
 
 /// The middle of the cell of `value`.
 fn whole_place(low: i64, high: i64, log: bool, value: i64) -> f64 {
-    let (low, end, value) = (low as f64, high as f64 + 1.0, value as f64);
+    let edge = |value: f64| whole_edge(low, high, log, value);
+    0.5 * (edge(value as f64) + edge(value as f64 + 1.0))
+}
+
+/// The lower edge of the cell of `value`.
+fn whole_edge(low: i64, high: i64, log: bool, value: f64) -> f64 {
+    let (low, end) = (low as f64, high as f64 + 1.0);
     match log {
-        false => (value + 0.5 - low) / (end - low),
-        true => 0.5 * ((value / low).ln() + ((value + 1.0) / low).ln()) / (end / low).ln(),
+        false => (value - low) / (end - low),
+        true => (value / low).ln() / (end / low).ln(),
     }
 }
 

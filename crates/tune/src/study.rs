@@ -237,7 +237,7 @@ impl Study {
     /// Takes note of what happened.
     ///
     /// # Errors
-    /// An event that cannot follow those before it.
+    /// An event that cannot follow those before it; the study is then as it was.
     pub fn apply(&mut self, event: &Event) -> Result<(), SettingsError> {
         let top = self.top();
         let problem = |text: String| Err(SettingsError(text));
@@ -336,14 +336,16 @@ impl Study {
 
     /// The settings of the next trial; None if every point of the space has been tried.
     fn propose(&self, sampler: Sampler) -> Option<Point> {
-        let mut tried: Vec<&Point> = Vec::new();
-        self.trials.iter().for_each(|trial| {
-            if !tried.contains(&&trial.point) {
-                tried.push(&trial.point);
+        if let Some(count) = self.space.count().filter(|count| *count <= self.trials.len() as u64) {
+            let mut tried: Vec<&Point> = Vec::new();
+            self.trials.iter().for_each(|trial| {
+                if !tried.contains(&&trial.point) {
+                    tried.push(&trial.point);
+                }
+            });
+            if count <= tried.len() as u64 {
+                return None;
             }
-        });
-        if self.space.count().is_some_and(|count| count <= tried.len() as u64) {
-            return None;
         }
         let observations: Vec<Observation<'_>> = self.trials.iter().map(Observation::of).collect();
         Some(sampler.propose(&self.space, self.settings.seed, &observations))

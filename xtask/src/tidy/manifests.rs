@@ -32,7 +32,7 @@ const ARROWS: [(&str, &[&str]); 20] = [
     ("calibrate", &["base", "tensor", "program", "comm", "engine", "sim"]),
     ("dashboard", &["base"]),
     ("observe", &["base", "program", "record", "sim", "plan"]),
-    ("tune", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe"]),
+    ("tune", &["base"]),
     ("compress", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine"]),
     (
         "cli",

@@ -31,6 +31,7 @@ const PLAIN_PROSE_CRATES: &[&str] = &[
     "sim",
     "tensor",
     "testing",
+    "tune",
 ];
 /// Pages whose tables and paragraphs are short.
 const SHORT_PAGES: &[&str] = &[
@@ -55,6 +56,7 @@ const SHORT_PAGES: &[&str] = &[
     "docs/parallelism.md",
     "docs/planning.md",
     "docs/programs.md",
+    "docs/search.md",
     "docs/training.md",
 ];
 

@@ -24,17 +24,35 @@ const RECENT: usize = 25;
 /// Width of a kernel in a unit interval, for one trial.
 const WIDTH: f64 = 0.2;
 
-/// A mixture of kernels, one for each point, and the prior.
+/// Most values of a key whose cells are integrated over. With more, cells are narrow beside the
+/// kernels, and the density in the middle of a cell stands for its mean.
+const CELLS_MAX: usize = 64;
+
+/// A mixture of kernels, one for each point, and the prior, which is uniform.
 struct Mixture<'a> {
     points: Vec<&'a Point>,
     /// One for each point, and the prior's; they sum to 1.
     weights: Vec<f64>,
+    /// Their logarithms.
+    log_weights: Vec<f64>,
     /// Deviation of each point's kernel, in a unit interval.
     width: f64,
+    /// The logarithms of the kernels' densities, by key.
+    densities: Vec<Densities>,
+}
+
+/// The logarithms of the densities of one key's kernels, as far as they do not depend on the place.
+enum Densities {
+    /// Values without an order: of a kernel's own value, and of each other one.
+    Unordered { values: usize, own: f64, other: f64 },
+    /// Few values in order: the mean over a value's cell, by the kernel's value and the value.
+    Cells { edges: Vec<f64>, table: Vec<f64> },
+    /// Places: what makes the integral of each point's kernel over the unit interval 1.
+    Places(Vec<f64>),
 }
 
 impl<'a> Mixture<'a> {
-    fn new(points: Vec<&'a Point>, dimensions: usize) -> Mixture<'a> {
+    fn new(points: Vec<&'a Point>, space: &Space) -> Mixture<'a> {
         let n = points.len();
         let age = |index: usize| match n.saturating_sub(RECENT) {
             0 => 1.0,
@@ -45,9 +63,12 @@ impl<'a> Mixture<'a> {
         let sum: f64 = weights.iter().sum();
         weights.iter_mut().for_each(|weight| *weight /= sum);
         // Scott's rule, and no narrower than a hundredth, or where there are few trials a tenth.
-        let scott = WIDTH * (n.max(1) as f64).powf(-1.0 / (dimensions as f64 + 4.0));
+        let scott = WIDTH * (n.max(1) as f64).powf(-1.0 / (space.len() as f64 + 4.0));
         let width = scott.max(1.0 / 100f64.min(2.0 + n as f64));
-        Mixture { points, weights, width }
+        let densities = space.dimensions.iter().enumerate();
+        let densities = densities.map(|(key, dimension)| Densities::of(&dimension.domain, key, &points, width)).collect();
+        let log_weights = weights.iter().map(|weight| weight.ln()).collect();
+        Mixture { points, weights, log_weights, width, densities }
     }
 
     fn draw(&self, space: &Space, stream: &mut Stream) -> Vec<f64> {
@@ -62,9 +83,8 @@ impl<'a> Mixture<'a> {
             match &dimension.domain {
                 Domain::Choice { values } if !dimension.domain.is_ordered() => {
                     let n = values.len();
-                    let stay = self.stay(n);
                     // The other values share the rest.
-                    match stream.uniform() < stay {
+                    match stream.uniform() < stay(self.width, n) {
                         true => centre.0[index],
                         false => {
                             let other = stream.below(n - 1);
@@ -79,54 +99,77 @@ impl<'a> Mixture<'a> {
         space.dimensions.iter().enumerate().map(draw).collect()
     }
 
-    /// The probability with which a kernel keeps its centre's value, of `n` without an order.
-    /// Aitchison & Aitken (1976), with this mixture's width.
-    fn stay(&self, n: usize) -> f64 {
-        1.0 - self.width * (n - 1) as f64 / n as f64
-    }
-
-    /// The logarithm of the density at `point`. Values of an ordered list have the probability of
-    /// their cell.
-    fn log_density(&self, space: &Space, point: &Point) -> f64 {
-        let kernel = |centre: Option<&&Point>| -> f64 {
-            let factor = |(index, dimension): (usize, &crate::Dimension)| {
-                let x = point.0[index];
-                let count = dimension.domain.count().map(|count| count as f64);
-                let Some(centre) = centre.map(|centre| centre.0[index]) else {
-                    return -count.unwrap_or(1.0).ln();
-                };
-                match &dimension.domain {
-                    Domain::Choice { values } if !dimension.domain.is_ordered() => {
-                        let (n, stay) = (values.len(), self.stay(values.len()));
-                        match cell(x, n) == cell(centre, n) {
-                            true => stay.ln(),
-                            false => ((1.0 - stay) / (n - 1) as f64).ln(),
-                        }
-                    }
-                    _ => {
-                        let z = |at: f64| (at - centre) / self.width;
-                        let whole = normal::cdf(z(1.0)) - normal::cdf(z(0.0));
-                        match count.filter(|count| *count < 1000.0) {
-                            // The mass of a cell. Cells of logarithmic ranges differ in size, and
-                            // the middle one's is near enough for a ratio of two densities.
-                            Some(count) => {
-                                let (low, high) = (x - 0.5 / count, x + 0.5 / count);
-                                let mass = normal::cdf(z(high)) - normal::cdf(z(low));
-                                (mass / whole).max(f64::MIN_POSITIVE).ln()
-                            }
-                            None => normal::log_density(z(x)) - (self.width * whole).ln(),
-                        }
-                    }
+    /// The logarithm of the density at `point`. `logs` is working space.
+    fn log_density(&self, point: &Point, logs: &mut Vec<f64>) -> f64 {
+        logs.clear();
+        // The density of the prior is 1.
+        logs.extend(&self.log_weights);
+        for (key, (densities, place)) in self.densities.iter().zip(&point.0).enumerate() {
+            let kernels = logs.iter_mut().zip(&self.points);
+            match densities {
+                Densities::Unordered { values, own, other } => {
+                    let value = cell(*place, *values);
+                    kernels.for_each(|(log, centre)| {
+                        *log += if cell(centre.0[key], *values) == value { own } else { other };
+                    });
                 }
-            };
-            space.dimensions.iter().enumerate().map(factor).sum()
-        };
-        let logs: Vec<f64> = (0..self.weights.len())
-            .map(|index| self.weights[index].ln() + kernel(self.points.get(index)))
-            .collect();
+                Densities::Cells { edges, table } => {
+                    let (value, n) = (value_at(edges, *place), edges.len() - 1);
+                    kernels.for_each(|(log, centre)| *log += table[value_at(edges, centre.0[key]) * n + value]);
+                }
+                Densities::Places(wholes) => {
+                    let by = 1.0 / self.width;
+                    kernels.zip(wholes).for_each(|((log, centre), whole)| {
+                        let z = (place - centre.0[key]) * by;
+                        *log += whole - 0.5 * z * z;
+                    });
+                }
+            }
+        }
         let most = logs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         most + logs.iter().map(|log| (log - most).exp()).sum::<f64>().ln()
     }
+}
+
+impl Densities {
+    fn of(domain: &Domain, key: usize, points: &[&Point], width: f64) -> Densities {
+        if let (Domain::Choice { values }, false) = (domain, domain.is_ordered()) {
+            let (n, stay) = (values.len(), stay(width, values.len()));
+            // The prior gives each value 1 / n.
+            let density = |probability: f64| (probability * n as f64).max(f64::MIN_POSITIVE).ln();
+            return Densities::Unordered { values: n, own: density(stay), other: density((1.0 - stay) / (n - 1) as f64) };
+        }
+        let below = |centre: f64, place: f64| normal::quick_cdf((place - centre) / width);
+        match domain.count().filter(|count| *count <= CELLS_MAX as u64).and_then(|_| domain.edges()) {
+            Some(edges) => {
+                let mut table = Vec::new();
+                for centre in edges.windows(2).map(|cell| 0.5 * (cell[0] + cell[1])) {
+                    let whole = below(centre, 1.0) - below(centre, 0.0);
+                    table.extend(edges.windows(2).map(|cell| {
+                        let mean = (below(centre, cell[1]) - below(centre, cell[0])) / (whole * (cell[1] - cell[0]));
+                        mean.max(f64::MIN_POSITIVE).ln()
+                    }));
+                }
+                Densities::Cells { edges, table }
+            }
+            None => {
+                let peak = normal::log_density(0.0) - width.ln();
+                let whole = |point: &&Point| peak - (below(point.0[key], 1.0) - below(point.0[key], 0.0)).ln();
+                Densities::Places(points.iter().map(whole).collect())
+            }
+        }
+    }
+}
+
+/// The probability with which a kernel keeps its centre's value, of `n` without an order. Aitchison
+/// & Aitken (1976).
+fn stay(width: f64, n: usize) -> f64 {
+    1.0 - width * (n - 1) as f64 / n as f64
+}
+
+/// The number of the cell that holds `place`.
+fn value_at(edges: &[f64], place: f64) -> usize {
+    (edges.partition_point(|edge| *edge <= place).max(1) - 1).min(edges.len() - 2)
 }
 
 pub fn propose(space: &Space, seed: u64, trials: &[Observation<'_>]) -> Point {
@@ -141,12 +184,13 @@ pub fn propose(space: &Space, seed: u64, trials: &[Observation<'_>]) -> Point {
             false => others.push(trial.point),
         }
     }
-    let (best, others) = (Mixture::new(best, space.len()), Mixture::new(others, space.len()));
+    let (best, others) = (Mixture::new(best, space), Mixture::new(others, space));
     let mut stream = Stream::new(seed, PURPOSE, trials.len() as u32);
     let mut chosen: Option<(f64, Point)> = None;
+    let mut logs = Vec::new();
     for _ in 0..CANDIDATES {
         let point = space.point(&best.draw(space, &mut stream));
-        let gain = best.log_density(space, &point) - others.log_density(space, &point);
+        let gain = best.log_density(&point, &mut logs) - others.log_density(&point, &mut logs);
         // Among equals the first.
         let is_better = chosen.as_ref().is_none_or(|(most, _)| gain > *most);
         let is_tried = space.count().is_some() && trials.iter().any(|trial| *trial.point == point);
@@ -157,5 +201,28 @@ pub fn propose(space: &Space, seed: u64, trials: &[Observation<'_>]) -> Point {
     match chosen {
         Some((_, point)) => point,
         None => space.point(&best.draw(space, &mut stream)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever the points are, the mean density of a key's values is 1, as the prior's is.
+    #[test]
+    fn densities_integrate_to_one() {
+        for line in ["a.x=0..1", "a.y=int:1..5", "a.z=logint:8..40", "a.w=logint:100..1000", "a.v=p|q|r", "a.u=1|2|4"] {
+            let space = Space::parse(None, &[line.to_owned()]).unwrap();
+            let points: Vec<Point> =
+                (0..30).map(|i| space.point(&[(f64::from(i) * 0.618 + 0.1).fract().powi(2)])).collect();
+            for n in [0, 1, 5, 30] {
+                let mixture = Mixture::new(points[..n].iter().collect(), &space);
+                let (grid, mut logs) = (20_000, Vec::new());
+                let place = |i: i32| (f64::from(i) + 0.5) / f64::from(grid);
+                let density = |i: i32, logs: &mut Vec<f64>| mixture.log_density(&space.point(&[place(i)]), logs).exp();
+                let mean = (0..grid).map(|i| density(i, &mut logs)).sum::<f64>() / f64::from(grid);
+                assert!((mean - 1.0).abs() < 2e-3, "{n} points, {line}: {mean}");
+            }
+        }
     }
 }

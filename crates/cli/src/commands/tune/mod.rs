@@ -1,5 +1,6 @@
-//! `trainyard tune`: searches for good settings. Every trial is a run.
+//! `trainyard tune`: searches for good settings, and the size of a batch. Every trial is a run.
 
+mod batch;
 mod search;
 mod trials;
 
@@ -13,13 +14,23 @@ use std::time::Duration;
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
     #[command(flatten)]
     search: search::SearchArgs,
 }
 
+#[derive(clap::Subcommand)]
+enum Command {
+    Batch(batch::BatchArgs),
+}
+
 /// Runs the command.
 pub fn run(args: &Args) -> Result<ExitCode> {
-    search::run(&args.search)
+    match &args.command {
+        Some(Command::Batch(args)) => batch::run(args),
+        None => search::run(&args.search),
+    }
 }
 
 /// Parses a duration: `90`, `90s`, `30m`, `2h`, `1h30m`.

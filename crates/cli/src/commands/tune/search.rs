@@ -4,20 +4,23 @@
 //! configuration, and no `config.toml`, so it is no run. Its trials are runs beside it, named
 //! `STUDY-000` and so on.
 
-use super::trials::{Children, Ended, Folder};
+use super::trials::{Children, Ended, Folder, LOOK, Start};
 use super::{check_name, duration};
 use crate::commands::config::{QUICKSTART, load, plan, resolve};
+use crate::commands::dash;
 use crate::output::{chain, count, note, print, read};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use trainyard_engine::config::{Config, Inputs, Origin, Resolved};
+use trainyard_base::format_bytes;
+use trainyard_engine::config::{Config, Inputs, OptimizerName, Origin, Resolved};
 use trainyard_engine::limit;
 use trainyard_engine::shape::model_spec;
 use trainyard_tune::{End, Event, Journal, Next, Sampler, Search, Settings, Space, Study, Trial};
@@ -25,9 +28,8 @@ use trainyard_tune::{End, Event, Journal, Next, Sampler, Search, Settings, Space
 /// Names of files in a study's folder.
 const JOURNAL: &str = "journal.jsonl";
 const BASE: &str = "base.toml";
+const BEST: &str = "best.toml";
 
-/// Interval at which the search looks for trials that ended.
-const LOOK: Duration = Duration::from_millis(20);
 /// Trials of the table at the end.
 const SHOWN: usize = 10;
 
@@ -39,7 +41,8 @@ pub struct SearchArgs {
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     sets: Vec<String>,
     /// A key to search over, and its values: `log:1e-4..1e-2`, `0.0..0.3`, `int:1..8`,
-    /// `logint:8..512`, or a list `8|16|32`; can be given several times.
+    /// `logint:8..512`, or a list `8|16|32`; can be given several times. Without any: the learning
+    /// rate, from a tenth of the configuration's to ten times it, and the weight decay.
     #[arg(long = "space", value_name = "SECTION.KEY=RANGE")]
     space: Vec<String>,
     /// A file of such keys, in TOML; a list is a choice.
@@ -81,6 +84,9 @@ pub struct SearchArgs {
     /// everything else is as it began.
     #[arg(long, value_name = "STUDY", conflicts_with_all = ["config", "sets", "space", "space_file", "search", "halving", "levels", "reduction", "seed", "study"])]
     resume: Option<PathBuf>,
+    /// Show the trials in the browser while they train.
+    #[arg(long)]
+    dash: bool,
     /// Print what was found as one JSON object.
     #[arg(long)]
     json: bool,
@@ -120,7 +126,11 @@ pub fn run(args: &SearchArgs) -> Result<ExitCode> {
         Some(folder) => Tuning::resume(folder, args)?,
         None => Tuning::begin(args)?,
     };
+    if args.dash {
+        dash::beside_training(&tuning.folder);
+    }
     let is_whole = tuning.search(args)?;
+    tuning.write_best()?;
     print(if args.json { format!("{}\n", tuning.json()) } else { tuning.table() })?;
     if tuning.journal.study().best().is_none() {
         bail!("no trial has a result{}", tuning.first_end().map_or(String::new(), |why| format!(": {why}")));
@@ -137,18 +147,23 @@ struct Tuning {
     folder: PathBuf,
     journal: Journal,
     about: About,
+    /// Predicted bytes of the trials that train now.
+    memory: BTreeMap<usize, u64>,
     began: Instant,
     stop: Arc<AtomicBool>,
 }
 
 impl Tuning {
     fn begin(args: &SearchArgs) -> Result<Tuning> {
-        let space = space(args)?;
         let text = match &args.config {
             Some(path) => read(path)?,
             None => QUICKSTART.to_owned(),
         };
         let config = load(args.config.as_deref(), &args.sets)?;
+        let space = match args.space.is_empty() && args.space_file.is_none() {
+            true => usual_space(args, &config)?,
+            false => space(args)?,
+        };
         for dimension in &space.dimensions {
             let key = &dimension.key;
             if args.sets.iter().any(|set| set.split('=').next().is_some_and(|name| name.trim() == key)) {
@@ -200,7 +215,7 @@ impl Tuning {
         let about = About { config: args.config.clone(), sets: args.sets.clone() };
         fs::write(folder.join(BASE), text).with_context(|| format!("cannot write {}", folder.join(BASE).display()))?;
         let journal = Journal::create(&folder.join(JOURNAL), study, serde_json::to_value(&about)?)?;
-        Ok(Tuning { folder, journal, about, began: Instant::now(), stop: Arc::default() })
+        Ok(Tuning { folder, journal, about, memory: BTreeMap::new(), began: Instant::now(), stop: Arc::default() })
     }
 
     fn resume(folder: &Path, args: &SearchArgs) -> Result<Tuning> {
@@ -219,7 +234,7 @@ impl Tuning {
             }
             journal.apply(&Event::Trials { trials })?;
         }
-        Ok(Tuning { folder: folder.to_owned(), journal, about, began: Instant::now(), stop: Arc::default() })
+        Ok(Tuning { folder: folder.to_owned(), journal, about, memory: BTreeMap::new(), began: Instant::now(), stop: Arc::default() })
     }
 
     /// Runs trials until the search is over. Returns false if it was stopped before.
@@ -242,6 +257,10 @@ impl Tuning {
         let jobs = args.jobs as usize;
         loop {
             for (trial, ended) in children.ended()? {
+                if matches!(ended, Ended::Stopped) {
+                    // Somebody stopped this trial alone.
+                    waiting.push(trial);
+                }
                 self.take_note(trial, ended)?;
             }
             let is_over = args.budget.is_some_and(|budget| self.began.elapsed() >= budget);
@@ -298,6 +317,12 @@ impl Tuning {
                 return Ok(());
             }
         };
+        match price.bytes {
+            Some(bytes) => self.memory.insert(trial, bytes),
+            None => self.memory.remove(&trial),
+        };
+        let study = self.journal.study();
+        let known = &study.trials()[trial];
         let to = known.training_to.context("the trial trains")?;
         let share = study.settings.rungs[to];
         let until = (share < 1.0).then(|| ((price.steps as f64 * share).round() as u64).max(1));
@@ -307,7 +332,8 @@ impl Tuning {
         }
         let base = self.folder.join(BASE);
         let from = known.parent.is_some().then(|| study.space.sets(&known.point)).unwrap_or_default();
-        children.start(trial, &folder, &base, &sets, &from, until)
+        let log = self.folder.join(format!("{}.log", folder.name()));
+        children.start(Start { trial, folder: &folder, config: Some(&base), sets: &sets, changed: &from, until, log })
     }
 
     /// The keys of a trial over the base configuration.
@@ -344,12 +370,14 @@ impl Tuning {
         let steps = steps(&resolved)?;
         // With a vocabulary of characters the size is known only once the text is read, and the
         // run checks it by itself.
+        let mut bytes = None;
         if let Some((_, _, needs)) = plan(&resolved, 0)? {
             let spec = model_spec(&resolved)?;
             limit::check(&resolved, &spec, 0, &needs)?;
             limit::check_machine(&resolved, &spec, 0, &needs, jobs * resolved.parallel.ranks)?;
+            bytes = Some((resolved.parallel.ranks * needs.memory.peak_total()) as u64);
         }
-        Ok(Price { steps })
+        Ok(Price { steps, bytes })
     }
 
     fn take_note(&mut self, trial: usize, ended: Ended) -> Result<()> {
@@ -358,15 +386,24 @@ impl Tuning {
         let known = &study.trials()[trial];
         let to = known.training_to.unwrap_or(0);
         let sets = space.sets(&known.point).join(" ");
-        let event = match ended {
+        let (reached, seconds) = match ended {
             Ended::Stopped => return Ok(()),
-            Ended::Failed { why, seconds } => {
+            Ended::Failed { why, seconds } => (Err(why), seconds),
+            Ended::Done { seconds } => match Folder::of(&self.folder, trial).loss() {
+                Ok((step, loss)) if loss.is_finite() => (Ok((step, loss)), seconds),
+                Ok((step, loss)) => (Err(format!("the loss of step {step} is {loss}")), seconds),
+                Err(error) => (Err(chain(&error)), seconds),
+            },
+        };
+        let event = match reached {
+            Err(why) => {
                 note(&format!("trial {trial:<3} failed after {seconds:.1} s: {why}; {sets}"));
                 Event::Ended { trial, end: End::Failed(why), seconds }
             }
-            Ended::Reached { step, loss, seconds } => {
+            Ok((step, loss)) => {
                 let rung = if top > 0 { format!("level {}/{}  ", to + 1, top + 1) } else { String::new() };
-                note(&format!("trial {trial:<3} {rung}step {step:<5} loss {loss:.4}  {seconds:6.1} s  {sets}"));
+                let memory = self.memory.get(&trial).map_or(String::new(), |bytes| format!("  {}", format_bytes(*bytes)));
+                note(&format!("trial {trial:<3} {rung}step {step:<5} loss {loss:.4}  {seconds:6.1} s{memory}  {sets}"));
                 Event::Reached { trial, loss, seconds }
             }
         };
@@ -389,6 +426,23 @@ impl Tuning {
             b.0.cmp(&a.0).then(a.1.total_cmp(&b.1))
         });
         ranked
+    }
+
+    /// Writes the configuration with the best settings, as a file that can be trained.
+    fn write_best(&self) -> Result<()> {
+        let study = self.journal.study();
+        let Some(best) = study.best() else { return Ok(()) };
+        let sets = [&self.about.sets[..], &study.space.sets(&best.point)].concat();
+        let resolved = resolve(&load(Some(&self.folder.join(BASE)), &sets)?)?;
+        let path = self.folder.join(BEST);
+        let head = format!(
+            "# The best of {} trials of {}: {}, loss {:.4}.\n",
+            study.trials().len(),
+            self.folder.display(),
+            Folder::of(&self.folder, best.number).name(),
+            best.last().map_or(f64::NAN, |(_, loss)| loss),
+        );
+        fs::write(&path, head + &resolved.to_toml()).with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// The command that trains with the best settings.
@@ -438,6 +492,7 @@ impl Tuning {
         );
         if let Some(best) = study.best() {
             text += &format!("best: {}\n", self.command(best));
+            text += &format!("its configuration: {}\n", self.folder.join(BEST).display());
         }
         text
     }
@@ -477,6 +532,7 @@ impl Tuning {
             "spent_trainings": study.spent(),
             "best": study.best().map(|best| json!({
                 "trial": best.number,
+                "configuration": self.folder.join(BEST),
                 "loss": best.last().map(|(_, loss)| loss),
                 "sets": study.space.sets(&best.point),
                 "command": self.command(best),
@@ -488,6 +544,8 @@ impl Tuning {
 struct Price {
     /// Steps of the whole training.
     steps: u64,
+    /// Bytes of all ranks' steps; None until the vocabulary is known.
+    bytes: Option<u64>,
 }
 
 /// The steps of a whole training, of which trials train shares.
@@ -500,6 +558,30 @@ fn steps(resolved: &Resolved) -> Result<u64> {
 /// True for keys that a run keeps from its beginning.
 fn is_fixed(key: &str) -> bool {
     ["model.", "tokenizer.", "data.", "training.", "parallel."].iter().any(|section| key.starts_with(section))
+}
+
+/// The space where none is given: the keys that matter most for every model.
+fn usual_space(args: &SearchArgs, config: &Config) -> Result<Space> {
+    let optimizer = resolve(config)?.optimizer;
+    let around = |rate: f64| format!("log:{:e}..{:e}", rounded(rate / 10.0), rounded(rate * 10.0));
+    let mut usual = vec![("optimizer.learning_rate", around(optimizer.learning_rate))];
+    if optimizer.name == OptimizerName::Muon {
+        usual.push(("optimizer.matrix_learning_rate", around(optimizer.matrix_learning_rate)));
+    }
+    usual.push(("optimizer.weight_decay", "0.0..0.3".to_owned()));
+    // What is set on the command line stays as it is.
+    usual.retain(|(key, _)| args.sets.iter().all(|set| set.split('=').next().is_none_or(|set| set.trim() != *key)));
+    let lines: Vec<String> = usual.iter().map(|(key, values)| format!("{key}={values}")).collect();
+    if lines.is_empty() {
+        bail!("the keys that are searched by default are all --set: name others with --space");
+    }
+    note(&format!("no --space: searching {}", lines.join(" and ")));
+    Space::parse(None, &lines).context("the usual search space")
+}
+
+/// `value` with three significant digits.
+fn rounded(value: f64) -> f64 {
+    format!("{value:.2e}").parse().unwrap_or(value)
 }
 
 fn space(args: &SearchArgs) -> Result<Space> {

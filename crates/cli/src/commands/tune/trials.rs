@@ -7,13 +7,16 @@ use serde_json::Value;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 use trainyard_comm::{Signal, end_with_parent};
 use trainyard_engine::session::files;
 
 /// The records of a run's evaluations.
 const EVALUATIONS: &str = "evaluations.jsonl";
-/// Lines of a failed trial's messages that are shown.
+/// Interval at which the trials are looked at.
+pub const LOOK: Duration = Duration::from_millis(20);
+/// Bytes of a failed trial's last message that are shown.
 const SHOWN_BYTES: usize = 400;
 
 /// The folder of a trial's run.
@@ -25,6 +28,21 @@ impl Folder {
     pub fn of(study: &Path, number: usize) -> Folder {
         let name = study.file_name().unwrap_or_default().to_string_lossy();
         Folder(study.with_file_name(format!("{name}-{number:03}")))
+    }
+
+    /// The run in `folder`.
+    pub fn at(folder: &Path) -> Folder {
+        Folder(folder.to_owned())
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The run beside this one whose name ends in `-END`.
+    pub fn beside(&self, end: &str) -> Folder {
+        Folder(self.0.with_file_name(format!("{}-{end}", self.name())))
     }
 
     /// The run's name.
@@ -62,8 +80,14 @@ impl Folder {
         Ok(())
     }
 
-    /// The loss of the run's newest evaluation, and its step.
-    fn loss(&self) -> Result<(u64, f64)> {
+    /// The step of the run's newest checkpoint.
+    pub fn newest_step(&self) -> Option<u64> {
+        let entries = fs::read_dir(self.0.join("checkpoints")).ok()?;
+        entries.flatten().filter_map(|entry| step_of(&entry.path())).max()
+    }
+
+    /// The step of the run's newest evaluation, and its loss.
+    pub fn loss(&self) -> Result<(u64, f64)> {
         let path = self.0.join(EVALUATIONS);
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let last: Value = text
@@ -79,20 +103,18 @@ impl Folder {
 /// The checkpoint of `step`, whatever the number of zeros in its name.
 fn find_step(run: &Path, step: u64) -> Option<PathBuf> {
     let entries = fs::read_dir(run.join("checkpoints")).ok()?;
-    entries.flatten().map(|entry| entry.path()).find(|path| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        name.strip_prefix("step-").and_then(|number| number.parse().ok()) == Some(step)
-    })
+    entries.flatten().map(|entry| entry.path()).find(|path| step_of(path) == Some(step))
+}
+
+/// The step of the checkpoint in `path`.
+fn step_of(path: &Path) -> Option<u64> {
+    path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()
 }
 
 /// The end of a trial's process.
 pub enum Ended {
     /// It trained as far as it was asked to.
-    Reached {
-        /// Steps done.
-        step: u64,
-        /// The validation loss.
-        loss: f64,
+    Done {
         /// Seconds of the process.
         seconds: f64,
     },
@@ -107,9 +129,26 @@ pub enum Ended {
     Stopped,
 }
 
+/// What a trial is started with.
+pub struct Start<'a> {
+    /// Its number.
+    pub trial: usize,
+    /// The folder of its run.
+    pub folder: &'a Folder,
+    /// The configuration of a new run; None: the quick start.
+    pub config: Option<&'a Path>,
+    /// Keys over the configuration of a new run.
+    pub sets: &'a [String],
+    /// Keys that a run that goes on changes.
+    pub changed: &'a [String],
+    /// The step to train to; None: the end.
+    pub until: Option<u64>,
+    /// The file of its messages.
+    pub log: PathBuf,
+}
+
 struct Running {
     trial: usize,
-    folder: Folder,
     log: PathBuf,
     child: Child,
     began: Instant,
@@ -128,17 +167,9 @@ impl Children {
         self.running.len()
     }
 
-    /// Starts the process of a trial, or resumes its run where it has one. `changed` are keys that
-    /// a resumed run changes.
-    pub fn start(
-        &mut self,
-        trial: usize,
-        folder: &Folder,
-        base: &Path,
-        sets: &[String],
-        changed: &[String],
-        until: Option<u64>,
-    ) -> Result<()> {
+    /// Starts the process of a trial, or resumes its run where it has one.
+    pub fn start(&mut self, start: Start<'_>) -> Result<()> {
+        let Start { trial, folder, config, sets, changed, until, log } = start;
         let mut command = Command::new(std::env::current_exe().context("this program's path")?);
         command.arg("train").arg("--quiet");
         match folder.is_begun() {
@@ -151,21 +182,20 @@ impl Children {
                 if folder.0.exists() {
                     fs::remove_dir_all(&folder.0).with_context(|| format!("cannot remove {}", folder.0.display()))?;
                 }
-                command.arg(base);
+                command.args(config);
                 command.args(sets.iter().flat_map(|set| ["--set", set]));
             }
         }
         if let Some(step) = until {
             command.args(["--until", &step.to_string()]);
         }
-        let log = base.with_file_name(format!("{}.log", folder.name()));
         let file = File::options().create(true).append(true).open(&log);
         let file = file.with_context(|| format!("cannot write {}", log.display()))?;
         let again = file.try_clone().with_context(|| format!("cannot write {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(file).stderr(again);
         end_with_parent(&mut command, Signal::KILL);
-        let child = command.spawn().with_context(|| format!("cannot start trial {trial}"))?;
-        self.running.push(Running { trial, folder: folder.clone(), log, child, began: Instant::now() });
+        let child = command.spawn().with_context(|| format!("cannot start {}", folder.name()))?;
+        self.running.push(Running { trial, log, child, began: Instant::now() });
         Ok(())
     }
 
@@ -181,6 +211,19 @@ impl Children {
                 }
                 None => index += 1,
             }
+        }
+        Ok(ended)
+    }
+
+    /// Waits for the trials to end. Asks them to stop once `stop` is set.
+    pub fn finish(&mut self, stop: &AtomicBool) -> Result<Vec<(usize, Ended)>> {
+        let mut ended = Vec::new();
+        while self.len() > 0 {
+            if stop.load(Ordering::Relaxed) && !self.is_stopping {
+                self.stop()?;
+            }
+            ended.extend(self.ended()?);
+            std::thread::sleep(LOOK);
         }
         Ok(ended)
     }
@@ -213,11 +256,7 @@ impl Running {
         if !status.success() {
             return Ended::Failed { why: format!("{}{status}", self.last_words()), seconds };
         }
-        match self.folder.loss() {
-            Ok((step, loss)) if loss.is_finite() => Ended::Reached { step, loss, seconds },
-            Ok((step, loss)) => Ended::Failed { why: format!("the loss of step {step} is {loss}"), seconds },
-            Err(error) => Ended::Failed { why: crate::output::chain(&error), seconds },
-        }
+        Ended::Done { seconds }
     }
 
     /// The last error in the trial's log, followed by a comma.
