@@ -210,7 +210,17 @@ fn a_batch_is_advised_by_memory_and_noise() {
     // That many sequences train within the limit, and one more does not.
     let train = |rows: u64| {
         let micro = format!("training.micro_batch_size={rows}");
-        folder.run(&["train", "tiny.toml", "--quiet", "--set", "training.steps=1", "--set", "memory.limit=3MiB", "--set", &micro])
+        folder.run(&[
+            "train",
+            "tiny.toml",
+            "--quiet",
+            "--set",
+            "training.steps=1",
+            "--set",
+            "memory.limit=3MiB",
+            "--set",
+            &micro,
+        ])
     };
     train(rows).ok();
     assert!(train(rows + 1).stderr.contains("over memory.limit"));
@@ -220,8 +230,14 @@ fn a_batch_is_advised_by_memory_and_noise() {
     let again = json(&folder.run(&["tune", "batch", "--run", "runs/batch-001", "--json"]).ok().stdout);
     let noise = &again["noise"];
     let number = |key: &str| noise[key].as_f64().unwrap();
-    assert!(noise["step"] == 10 && number("low") < number("sequences") && number("sequences") < number("high"), "{again}");
-    assert!(ran.stdout.contains(&format!("noise   {:.1} sequences", number("sequences"))), "the same run, the same noise");
+    assert!(
+        noise["step"] == 10 && number("low") < number("sequences") && number("sequences") < number("high"),
+        "{again}"
+    );
+    assert!(
+        ran.stdout.contains(&format!("noise   {:.1} sequences", number("sequences"))),
+        "the same run, the same noise"
+    );
     // The run is as it was, and goes on.
     folder.run(&["train", "--quiet", "--resume", "runs/batch-001"]).ok();
     let runs = std::fs::read_dir(folder.join("runs")).unwrap().map(|entry| entry.unwrap().file_name());

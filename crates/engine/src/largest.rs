@@ -238,7 +238,8 @@ mod tests {
                             assert!(crate::bench::steps(&resolved, 1, std::time::Instant::now()).is_err(), "{sets:?}");
                             continue;
                         };
-                        let steps = |rows| crate::bench::steps(&with_rows(&resolved, rows), 1, std::time::Instant::now());
+                        let steps =
+                            |rows| crate::bench::steps(&with_rows(&resolved, rows), 1, std::time::Instant::now());
                         let report = steps(found.rows).unwrap();
                         assert_eq!(report.mem_peak_bytes, found.bytes as u64, "{sets:?}");
                         assert!(report.mem_peak_bytes as usize <= room.device);

@@ -128,10 +128,9 @@ impl Journal {
     /// The event cannot follow those before it, and nothing has changed; or the file cannot be
     /// written, and the study is ahead of its journal, so the search ends.
     pub fn apply(&mut self, event: &Event) -> Result<(), JournalError> {
-        self.study.apply(event).map_err(|error| JournalError::Event {
-            path: self.path.clone(),
-            problem: error.to_string(),
-        })?;
+        self.study
+            .apply(event)
+            .map_err(|error| JournalError::Event { path: self.path.clone(), problem: error.to_string() })?;
         self.write(event)
     }
 

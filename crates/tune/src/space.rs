@@ -347,7 +347,11 @@ mod tests {
                 "training.global_batch_size=16"
             ]
         );
-        assert_eq!(sets(0.0)[..4], ["optimizer.learning_rate=0.0001", "model.dropout=0.0", "model.layers=1", "training.micro_batch_size=8"].map(String::from));
+        assert_eq!(
+            sets(0.0)[..4],
+            ["optimizer.learning_rate=0.0001", "model.dropout=0.0", "model.layers=1", "training.micro_batch_size=8"]
+                .map(String::from)
+        );
         assert_eq!(sets(1.0)[0], "optimizer.learning_rate=0.01");
         assert_eq!(sets(1.0)[2..4], ["model.layers=8", "training.micro_batch_size=512"].map(String::from));
         assert_eq!(sets(0.123)[0], "optimizer.learning_rate=0.0001762");

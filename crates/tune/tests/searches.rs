@@ -89,8 +89,11 @@ const HARTMANN: &[&str] = &["h.a=0..1", "h.b=0..1", "h.c=0..1", "h.d=0..1", "h.e
 const RECIPE: &[&str] =
     &["r.rate=log:1e-5..1", "r.decay=log:1e-4..1", "r.batch=logint:8..128", "r.kind=cosine|linear|wsd"];
 
-const OBJECTIVES: [(&str, &[&str], Objective, f64); 3] =
-    [("branin", BRANIN, branin, 0.397_887), ("hartmann", HARTMANN, hartmann, -3.322_37), ("recipe", RECIPE, recipe, 1.9)];
+const OBJECTIVES: [(&str, &[&str], Objective, f64); 3] = [
+    ("branin", BRANIN, branin, 0.397_887),
+    ("hartmann", HARTMANN, hartmann, -3.322_37),
+    ("recipe", RECIPE, recipe, 1.9),
+];
 
 /// The least loss after `trials` trials of a search with every seed of Optuna's runs.
 fn least(lines: &[&str], objective: Objective, sampler: Sampler, trials: usize) -> Vec<f64> {
@@ -159,7 +162,12 @@ fn curve(values: &[String], share: f64) -> f64 {
 /// `goal`.
 fn spent_until(goal: f64, mut study: Study, objective: Objective) -> Option<f64> {
     while advance(&mut study, objective) {
-        if study.best().filter(|best| best.last().is_some_and(|(rung, _)| rung == study.top())).and_then(|best| best.last()).is_some_and(|(_, loss)| loss <= goal) {
+        if study
+            .best()
+            .filter(|best| best.last().is_some_and(|(rung, _)| rung == study.top()))
+            .and_then(|best| best.last())
+            .is_some_and(|(_, loss)| loss <= goal)
+        {
             return Some(study.spent());
         }
     }
@@ -187,7 +195,8 @@ fn halving_reaches_what_random_search_reaches_for_a_third() {
 
 #[test]
 fn a_population_beats_its_first_members() {
-    let space = space(&["r.rate=log:1e-5..1", "r.decay=log:1e-4..1", "r.batch=logint:8..128", "r.kind=cosine|linear|wsd"]);
+    let space =
+        space(&["r.rate=log:1e-5..1", "r.decay=log:1e-4..1", "r.batch=logint:8..128", "r.kind=cosine|linear|wsd"]);
     for seed in 0..5 {
         let mut study = study(&space, Search::Population, 8, Settings::equal_rungs(10), seed);
         while advance(&mut study, recipe) {}

@@ -132,8 +132,7 @@ fn ranked<'a, 'b>(trials: &'b [Observation<'a>]) -> Vec<&'b Observation<'a>> {
         Standing::Reached(rung, loss) => (rung as i64, loss),
         _ => (-1, f64::INFINITY),
     };
-    let mut ranked: Vec<&Observation<'_>> =
-        trials.iter().filter(|trial| trial.standing != Standing::Unknown).collect();
+    let mut ranked: Vec<&Observation<'_>> = trials.iter().filter(|trial| trial.standing != Standing::Unknown).collect();
     ranked.sort_by(|a, b| {
         let (a, b) = (key(a), key(b));
         b.0.cmp(&a.0).then(a.1.total_cmp(&b.1))

@@ -66,7 +66,8 @@ impl<'a> Mixture<'a> {
         let scott = WIDTH * (n.max(1) as f64).powf(-1.0 / (space.len() as f64 + 4.0));
         let width = scott.max(1.0 / 100f64.min(2.0 + n as f64));
         let densities = space.dimensions.iter().enumerate();
-        let densities = densities.map(|(key, dimension)| Densities::of(&dimension.domain, key, &points, width)).collect();
+        let densities =
+            densities.map(|(key, dimension)| Densities::of(&dimension.domain, key, &points, width)).collect();
         let log_weights = weights.iter().map(|weight| weight.ln()).collect();
         Mixture { points, weights, log_weights, width, densities }
     }
@@ -137,7 +138,11 @@ impl Densities {
             let (n, stay) = (values.len(), stay(width, values.len()));
             // The prior gives each value 1 / n.
             let density = |probability: f64| (probability * n as f64).max(f64::MIN_POSITIVE).ln();
-            return Densities::Unordered { values: n, own: density(stay), other: density((1.0 - stay) / (n - 1) as f64) };
+            return Densities::Unordered {
+                values: n,
+                own: density(stay),
+                other: density((1.0 - stay) / (n - 1) as f64),
+            };
         }
         let below = |centre: f64, place: f64| normal::quick_cdf((place - centre) / width);
         match domain.count().filter(|count| *count <= CELLS_MAX as u64).and_then(|_| domain.edges()) {

@@ -136,8 +136,11 @@ fn measure(args: &BatchArgs, resolved: &Resolved, run: &Folder, stop: &AtomicBoo
     let of_small = squares("small", 1, samples * PARTS)?;
     let of_large = squares("large", PARTS, samples)?;
     let mean = |squares: &[f64]| squares.iter().sum::<f64>() / squares.len() as f64;
-    let norms: Vec<Norms> =
-        of_small.chunks(PARTS).zip(&of_large).map(|(small, large)| Norms { small: mean(small), large: *large }).collect();
+    let norms: Vec<Norms> = of_small
+        .chunks(PARTS)
+        .zip(&of_large)
+        .map(|(small, large)| Norms { small: mean(small), large: *large })
+        .collect();
     let scale = NoiseScale::measured(&norms, small, large).context("the gradients' norms are not finite")?;
     Ok(Noise { scale, step, run: run.path().to_owned() })
 }
@@ -189,7 +192,11 @@ fn norms(
     let own = lines.filter(|line| line["step"].as_u64().is_some_and(|at| at > step));
     let norms: Vec<f64> = own.map(|line| line["grad_norm"].as_f64().unwrap_or(f64::NAN)).collect();
     if norms.len() as u64 != batches || norms.iter().any(|norm| !norm.is_finite()) {
-        bail!("{}: {} finite norms of {batches} gradients", path.display(), norms.iter().filter(|n| n.is_finite()).count());
+        bail!(
+            "{}: {} finite norms of {batches} gradients",
+            path.display(),
+            norms.iter().filter(|n| n.is_finite()).count()
+        );
     }
     Ok(norms)
 }
@@ -200,7 +207,9 @@ fn alone(start: Start<'_>, stop: &AtomicBool) -> Result<()> {
     let mut children = Children::default();
     children.start(start)?;
     match children.finish(stop)?.into_iter().next() {
-        Some((_, Ended::Done { .. })) => fs::remove_file(&log).with_context(|| format!("cannot remove {}", log.display())),
+        Some((_, Ended::Done { .. })) => {
+            fs::remove_file(&log).with_context(|| format!("cannot remove {}", log.display()))
+        }
         Some((_, Ended::Failed { why, .. })) => bail!("{run} failed: {why}; its messages are in {}", log.display()),
         Some((_, Ended::Stopped)) | None => bail!("asked to stop while {run} trained"),
     }
@@ -243,10 +252,14 @@ impl Report {
     /// Layouts whose gradients' norms do not belong to one batch.
     fn check_noise(&self) -> Result<()> {
         if self.resolved.apart.is_some() {
-            bail!("replicas that train apart have gradients of their own: measure with update.rule=synchronous, or take --memory-only");
+            bail!(
+                "replicas that train apart have gradients of their own: measure with update.rule=synchronous, or take --memory-only"
+            );
         }
         if self.resolved.config.parallel.pipeline_parallel_degree > 1 {
-            bail!("a pipeline needs many micro-batches in every step: measure with parallel.pipeline_parallel_degree=1, or take --memory-only");
+            bail!(
+                "a pipeline needs many micro-batches in every step: measure with parallel.pipeline_parallel_degree=1, or take --memory-only"
+            );
         }
         if self.resolved.config.training.elastic_bits {
             bail!("training.elastic_bits ties the micro-batch to the ranks: measure without it, or take --memory-only");
@@ -303,7 +316,11 @@ impl Report {
         text += &format!(
             "noise   {} sequences ({} tokens) at step {} of {}; 95 % interval {} to {}\n",
             sequences(scale.sequences),
-            if scale.sequences.is_finite() { count((scale.sequences * length as f64) as u64) } else { "any number of".to_owned() },
+            if scale.sequences.is_finite() {
+                count((scale.sequences * length as f64) as u64)
+            } else {
+                "any number of".to_owned()
+            },
             count(*step),
             run.display(),
             sequences(scale.low),
@@ -396,7 +413,10 @@ mod tests {
             batch,
         ];
         let config = Config::parse(Path::new("c.toml"), "", &sets.map(str::to_owned)).unwrap();
-        let inputs = trainyard_engine::config::Inputs { batches_supplied: true, ..trainyard_engine::config::Inputs::of_this_machine() };
+        let inputs = trainyard_engine::config::Inputs {
+            batches_supplied: true,
+            ..trainyard_engine::config::Inputs::of_this_machine()
+        };
         let scale = NoiseScale { sequences: noise, low: noise / 1.2, high: noise * 1.2 };
         Report {
             resolved: config.resolve(&inputs).unwrap(),
@@ -420,8 +440,14 @@ mod tests {
     fn the_answer_is_in_words() {
         let text = report(32.0, 1000, "training.micro_batch_size=8").words();
         // (1 + 32 / 32) / (1 + 32 / 8) and (1 + 32 / 32) / (1 + 8 / 32).
-        assert!(text.contains("against your 8, the same loss takes 40 % of the steps and 160 % of the tokens"), "{text}");
-        assert!(text.contains("   32    2.00     2.00\n") && text.contains("    8    5.00     1.25  yours\n"), "{text}");
+        assert!(
+            text.contains("against your 8, the same loss takes 40 % of the steps and 160 % of the tokens"),
+            "{text}"
+        );
+        assert!(
+            text.contains("   32    2.00     2.00\n") && text.contains("    8    5.00     1.25  yours\n"),
+            "{text}"
+        );
         assert!(report(32.0, 1000, "training.micro_batch_size=32").words().contains("your 32 sequences a step are"));
         let wide = Report { noise: None, ..report(32.0, 10, "training.micro_batch_size=8") };
         assert!(wide.words().contains("at most 10 sequences of 16 tokens") && !wide.words().contains("answer"));

@@ -196,7 +196,9 @@ impl Tuning {
         if let Ok(resolved) = resolved {
             steps(&resolved)?;
             if !resolved.validation {
-                bail!("trials are compared by their validation loss, and there is no validation data: give data.validation or data.validation_fraction");
+                bail!(
+                    "trials are compared by their validation loss, and there is no validation data: give data.validation or data.validation_fraction"
+                );
             }
         }
         let runs = config.run.directory.clone();
@@ -234,7 +236,14 @@ impl Tuning {
             }
             journal.apply(&Event::Trials { trials })?;
         }
-        Ok(Tuning { folder: folder.to_owned(), journal, about, memory: BTreeMap::new(), began: Instant::now(), stop: Arc::default() })
+        Ok(Tuning {
+            folder: folder.to_owned(),
+            journal,
+            about,
+            memory: BTreeMap::new(),
+            began: Instant::now(),
+            stop: Arc::default(),
+        })
     }
 
     /// Runs trials until the search is over. Returns false if it was stopped before.
@@ -402,7 +411,8 @@ impl Tuning {
             }
             Ok((step, loss)) => {
                 let rung = if top > 0 { format!("level {}/{}  ", to + 1, top + 1) } else { String::new() };
-                let memory = self.memory.get(&trial).map_or(String::new(), |bytes| format!("  {}", format_bytes(*bytes)));
+                let memory =
+                    self.memory.get(&trial).map_or(String::new(), |bytes| format!("  {}", format_bytes(*bytes)));
                 note(&format!("trial {trial:<3} {rung}step {step:<5} loss {loss:.4}  {seconds:6.1} s{memory}  {sets}"));
                 Event::Reached { trial, loss, seconds }
             }
@@ -459,8 +469,7 @@ impl Tuning {
         let name_width = Folder::of(&self.folder, 0).name().len().max(5);
         let mut text = format!("{:<name_width$}  trained      loss  seconds", "trial");
         let ranked = self.ranked();
-        let shown: Vec<Vec<String>> =
-            ranked.iter().take(SHOWN).map(|trial| study.space.values(&trial.point)).collect();
+        let shown: Vec<Vec<String>> = ranked.iter().take(SHOWN).map(|trial| study.space.values(&trial.point)).collect();
         let width = |key: usize| shown.iter().map(|row| row[key].len()).chain([keys[key].len()]).max().unwrap_or(0);
         for (index, key) in keys.iter().enumerate() {
             text += &format!("  {key:>width$}", width = width(index));
@@ -613,7 +622,9 @@ fn settings(args: &SearchArgs) -> Result<Settings> {
         Way::Population => (Search::Population, 8),
     };
     let rungs = match (search, halving) {
-        (Search::Population, true) => bail!("--halving is for searches by single trials, and a population selects by itself"),
+        (Search::Population, true) => {
+            bail!("--halving is for searches by single trials, and a population selects by itself")
+        }
         (Search::Population, false) => Settings::equal_rungs(args.levels.unwrap_or(8)),
         (Search::Trials(_), true) => Settings::halving_rungs(args.levels.unwrap_or(3), reduction),
         (Search::Trials(_), false) if args.levels.is_some() => {
@@ -621,7 +632,8 @@ fn settings(args: &SearchArgs) -> Result<Settings> {
         }
         (Search::Trials(_), false) => vec![1.0],
     };
-    let settings = Settings { search, seed: args.seed, trials: args.trials.map_or(trials, |n| n as usize), rungs, reduction };
+    let settings =
+        Settings { search, seed: args.seed, trials: args.trials.map_or(trials, |n| n as usize), rungs, reduction };
     settings.check()?;
     Ok(settings)
 }

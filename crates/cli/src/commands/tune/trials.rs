@@ -67,7 +67,9 @@ impl Folder {
         let from = find_step(&parent.0, step).unwrap_or_else(|| parent.0.join(&checkpoint));
         let to = self.0.join("checkpoints").join(from.file_name().unwrap_or_default());
         fs::create_dir_all(&to).with_context(what)?;
-        for entry in fs::read_dir(&from).with_context(|| format!("{}: there is no checkpoint of step {step}", parent.0.display()))? {
+        for entry in fs::read_dir(&from)
+            .with_context(|| format!("{}: there is no checkpoint of step {step}", parent.0.display()))?
+        {
             let entry = entry.with_context(what)?;
             fs::copy(entry.path(), to.join(entry.file_name())).with_context(what)?;
         }
@@ -262,7 +264,8 @@ impl Running {
     /// The last error in the trial's log, followed by a comma.
     fn last_words(&self) -> String {
         let text = fs::read(&self.log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-        let line = text.lines().rev().find(|line| line.starts_with("error:")).or(text.lines().last()).unwrap_or_default();
+        let line =
+            text.lines().rev().find(|line| line.starts_with("error:")).or(text.lines().last()).unwrap_or_default();
         let line: String = line.trim_start_matches("error:").trim().chars().take(SHOWN_BYTES).collect();
         if line.is_empty() { String::new() } else { format!("{line}; ") }
     }
