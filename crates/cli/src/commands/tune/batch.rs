@@ -407,7 +407,7 @@ mod tests {
             "model.heads=2",
             "model.vocab_size=64",
             "tokenizer.kind=bytes",
-            "data.train=text",
+            "data.train=src",
             "training.steps=10",
             "training.sequence_length=16",
             batch,
