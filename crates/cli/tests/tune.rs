@@ -210,17 +210,9 @@ fn a_batch_is_advised_by_memory_and_noise() {
     // That many sequences train within the limit, and one more does not.
     let train = |rows: u64| {
         let micro = format!("training.micro_batch_size={rows}");
-        folder.run(&[
-            "train",
-            "tiny.toml",
-            "--quiet",
-            "--set",
-            "training.steps=1",
-            "--set",
-            "memory.limit=3MiB",
-            "--set",
-            &micro,
-        ])
+        let sets = ["training.steps=1", "memory.limit=3MiB", "run.name=auto", &micro];
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        folder.run(&["train", "tiny.toml", "--quiet"].into_iter().chain(sets).collect::<Vec<_>>())
     };
     train(rows).ok();
     assert!(train(rows + 1).stderr.contains("over memory.limit"));

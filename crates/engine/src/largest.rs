@@ -174,8 +174,9 @@ fn parameters(resolved: &Resolved) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::Stepper;
     use crate::config::{Config, Inputs};
-    use crate::device;
+    use crate::{device, limit};
     use trainyard_tensor::Purpose;
 
     fn layers(layers: usize, sets: &[&str]) -> Result<Resolved> {
@@ -234,18 +235,20 @@ mod tests {
                         let resolved = layers(layers_of, &sets).unwrap();
                         let device = device::open(&resolved, None, None).unwrap();
                         let room = Room::of(&resolved, &device).unwrap();
+                        let refused = |rows: usize| {
+                            let more = with_rows(&resolved, rows);
+                            let spec = model_spec(&more).unwrap();
+                            limit::check(&more, &spec, 0, &forecast(&more, 0).unwrap().1).is_err()
+                        };
                         let Some(found) = largest_batch(&room, &resolved).unwrap() else {
-                            assert!(crate::bench::steps(&resolved, 1, std::time::Instant::now()).is_err(), "{sets:?}");
+                            assert!(refused(1), "{sets:?}");
                             continue;
                         };
-                        let steps =
-                            |rows| crate::bench::steps(&with_rows(&resolved, rows), 1, std::time::Instant::now());
-                        let report = steps(found.rows).unwrap();
-                        assert_eq!(report.mem_peak_bytes, found.bytes as u64, "{sets:?}");
-                        assert!(report.mem_peak_bytes as usize <= room.device);
-                        let more = steps(found.rows + 1).unwrap_err().to_string();
-                        assert!(more.contains("over memory.limit"), "{more}");
-                        assert!(found.bytes_of_next.unwrap() > room.device);
+                        let mut stepper = Stepper::new(&with_rows(&resolved, found.rows), None).unwrap();
+                        stepper.step().unwrap();
+                        let peak = stepper.device().pool().usage().peak_total();
+                        assert!(peak == found.bytes && peak <= room.device, "{sets:?}: {peak} {found:?}");
+                        assert!(found.bytes_of_next.unwrap() > room.device && refused(found.rows + 1), "{found:?}");
                         tried += 1;
                     }
                 }
