@@ -16,7 +16,7 @@ fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
-/// What a study decided and found, without times.
+/// The decisions and results of a study, without times.
 fn found(report: &Value) -> Vec<(Vec<String>, Value)> {
     let trials = report["trials"].as_array().unwrap().iter();
     trials

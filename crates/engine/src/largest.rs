@@ -145,8 +145,8 @@ pub fn largest_batch(room: &Room, resolved: &Resolved) -> Result<Option<LargestB
     Ok(Some(LargestBatch { rows, bytes: found, bytes_of_next }))
 }
 
-/// The largest number from 1 to `limit` that fits, and what `fits` says of it, if every number below
-/// one that fits does too. None if 1 does not.
+/// The largest number from 1 to `limit` that fits, and what `fits` says of it, if every number
+/// below one that fits does too. None if 1 does not.
 fn most<T, E>(
     limit: usize,
     fits: impl Fn(usize) -> std::result::Result<Option<T>, E>,

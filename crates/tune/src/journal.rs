@@ -18,7 +18,7 @@ struct Head {
     format: String,
     space: Space,
     settings: Settings,
-    /// What the caller keeps with the study.
+    /// The data that the caller keeps with the study.
     about: serde_json::Value,
 }
 
@@ -28,7 +28,7 @@ pub enum JournalError {
     /// The operating system refuses.
     #[error("cannot {what} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// The file.
         path: PathBuf,
@@ -42,7 +42,7 @@ pub enum JournalError {
         path: PathBuf,
         /// The number of the line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// An event that cannot follow those before it. It was not written.
@@ -50,7 +50,7 @@ pub enum JournalError {
     Event {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
 }
@@ -117,7 +117,7 @@ impl Journal {
         &self.study
     }
 
-    /// What the caller keeps with the study.
+    /// The data that the caller keeps with the study.
     pub fn about(&self) -> &serde_json::Value {
         &self.about
     }

@@ -1,15 +1,15 @@
-//! The gradient noise scale (McCandlish et al., "An empirical model of large-batch training", 2018):
-//! the batch size at which the noise of a gradient is as large as the gradient.
+//! The gradient noise scale (McCandlish et al., "An empirical model of large-batch training",
+//! 2018): the batch size at which the noise of a gradient is as large as the gradient.
 //!
 //! With the gradient G of the loss over all data and the covariance S of the gradients of single
-//! sequences, a batch of B sequences has a gradient whose squared norm is on average
-//! `|G|^2 + tr(S) / B` (equation 2.6 and appendix A.1). Norms at two batch sizes therefore give both
-//! numbers, and `tr(S) / |G|^2` is the noise scale. A training with batches of B sequences then needs
-//! `1 + noise / B` times the least possible number of steps, and `1 + B / noise` times the least
-//! possible number of sequences (equation 2.11).
+//! sequences, a batch of B sequences has a gradient whose squared norm is on average `|G|^2 + tr(S)
+//! / B` (equation 2.6 and appendix A.1). Norms at two batch sizes therefore give both numbers, and
+//! `tr(S) / |G|^2` is the noise scale. A training with batches of B sequences then needs `1 + noise
+//! / B` times the least possible number of steps, and `1 + B / noise` times the least possible
+//! number of sequences (equation 2.11).
 
-/// Squared norms of gradients at the same weights and on the same data: of small batches, and of the
-/// large batch that they make together.
+/// Squared norms of gradients at the same weights and on the same data: of small batches, and of
+/// the large batch that they make together.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Norms {
     /// The mean squared norm of the small batches' gradients.

@@ -23,7 +23,8 @@ pub fn erfc(x: f64) -> f64 {
         return 2.0 - erfc(-x);
     }
     if x < 2.0 {
-        // erf(x) = 2 / sqrt(pi) exp(-x^2) sum of 2^n x^(2n+1) / (2n+1)!!  (Abramowitz & Stegun 7.1.6)
+        // erf(x) = 2 / sqrt(pi) exp(-x^2) sum of 2^n x^(2n+1) / (2n+1)!!  (Abramowitz & Stegun
+        // 7.1.6)
         let (mut term, mut sum, mut n) = (x, x, 0.0);
         while term > 1e-17 * sum {
             n += 1.0;

@@ -39,7 +39,7 @@ pub fn next(study: &Study) -> Next {
     if study.running().next().is_some() { Next::Wait } else { Next::Over }
 }
 
-/// What is left to do between `rung`, which all members have reached, and the next one.
+/// The next action between `rung`, which all members have reached, and the next one.
 fn select(study: &Study, rung: usize) -> Option<Next> {
     let trials = study.trials();
     let loss = |trial: &Trial| trial.loss_at(rung).unwrap_or(f64::INFINITY);

@@ -63,7 +63,7 @@ pub struct Point(pub Vec<f64>);
 pub struct SpaceError {
     /// The text or key.
     pub place: String,
-    /// What is wrong, and what is meant to stand there.
+    /// The problem, and what is meant to stand there.
     pub problem: String,
 }
 

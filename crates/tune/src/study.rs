@@ -114,7 +114,7 @@ impl Trial {
     }
 }
 
-/// What happened.
+/// An event of a study.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Event {

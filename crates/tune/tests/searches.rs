@@ -367,9 +367,10 @@ fn impossible_settings_are_refused() {
     assert!(refused(&narrow, Settings { search: Search::Population, ..good }).contains("at least 2 intervals"));
 }
 
-/// A search takes about a millisecond of its own per trial, at a thousand trials (docs/search.md has
-/// the measured times; the Gaussian process takes longer). The limits leave room for a machine on
-/// which several compilers run, and are below those of anything that compares all pairs of trials.
+/// A search takes about a millisecond of its own per trial, at a thousand trials (docs/search.md
+/// has the measured times; the Gaussian process takes longer). The limits leave room for a machine
+/// on which several compilers run, and are below those of anything that compares all pairs of
+/// trials.
 #[test]
 fn a_thousandth_trial_is_chosen_in_milliseconds() {
     for (sampler, most_ms) in [

@@ -2,9 +2,9 @@
 //!
 //! The largest that fits is predicted, by executing steps of more and more sequences on the meta
 //! device; nothing is tried. The largest that pays follows from the gradient's noise scale. It is
-//! measured on a run that trains for a while first: from its checkpoint, many small batches and a few
-//! large ones of the same text are run at a learning rate that changes no weight, and the norms of
-//! their gradients are compared.
+//! measured on a run that trains for a while first: from its checkpoint, many small batches and a
+//! few large ones of the same text are run at a learning rate that changes no weight, and the norms
+//! of their gradients are compared.
 
 use super::trials::{Children, Ended, Folder, Start};
 use crate::commands::config::{load, plan, resolve};
@@ -37,8 +37,8 @@ pub struct BatchArgs {
     /// Set a key over the configuration; can be given several times.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     sets: Vec<String>,
-    /// Measure at the newest checkpoint of this run, and train nothing. The noise scale grows as the
-    /// loss falls, so a later checkpoint takes larger batches.
+    /// Measure at the newest checkpoint of this run, and train nothing. The noise scale grows as
+    /// the loss falls, so a later checkpoint takes larger batches.
     #[arg(long, value_name = "RUN", conflicts_with_all = ["config", "sets", "steps"])]
     run: Option<PathBuf>,
     /// Steps to train before the noise is measured. Default: a tenth of the configuration's, at
@@ -145,8 +145,8 @@ fn measure(args: &BatchArgs, resolved: &Resolved, run: &Folder, stop: &AtomicBoo
     Ok(Noise { scale, step, run: run.path().to_owned() })
 }
 
-/// The norms of `batches` batches of `accumulation` x `micro` sequences per data-parallel rank, from
-/// `step` of the run in `copy` on. The weights stay as they are.
+/// The norms of `batches` batches of `accumulation` x `micro` sequences per data-parallel rank,
+/// from `step` of the run in `copy` on. The weights stay as they are.
 fn norms(
     resolved: &Resolved,
     copy: &Folder,
@@ -231,7 +231,7 @@ struct Report {
     resolved: Resolved,
     /// None while the vocabulary is unknown.
     fits: Option<Option<LargestBatch>>,
-    /// What there is room for, in words.
+    /// The room that there is, in words.
     limit: String,
     noise: Option<Noise>,
 }
@@ -267,8 +267,8 @@ impl Report {
         Ok(())
     }
 
-    /// The batch to take, and the settings for it: a power of two times the data-parallel degree, at
-    /// most the noise scale.
+    /// The batch to take, and the settings for it: a power of two times the data-parallel degree,
+    /// at most the noise scale.
     fn advice(&self) -> Option<(usize, Vec<String>)> {
         let noise = self.noise.as_ref()?.scale;
         let degree = self.resolved.batch.data_parallel_degree;

@@ -112,7 +112,7 @@ enum Way {
     Population,
 }
 
-/// What a study keeps with its journal.
+/// The facts that a study keeps with its journal.
 #[derive(Serialize, Deserialize)]
 struct About {
     /// The configuration as the user named it; None: the quick start.
@@ -370,7 +370,7 @@ impl Tuning {
         sets
     }
 
-    /// What a trial needs, predicted.
+    /// The predicted needs of a trial.
     ///
     /// # Errors
     /// It is no valid configuration, or would not fit in memory beside the other jobs.

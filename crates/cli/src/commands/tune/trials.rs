@@ -1,5 +1,5 @@
-//! Trials as processes: each is a `trainyard train` of its own, so that one that fails, or takes too
-//! much memory, ends no other.
+//! Trials as processes: each is a `trainyard train` of its own, so that one that fails, or takes
+//! too much memory, ends no other.
 
 use crate::commands::supervise::{EXIT_INTERRUPTED, send};
 use anyhow::{Context, Result};
@@ -131,7 +131,7 @@ pub enum Ended {
     Stopped,
 }
 
-/// What a trial is started with.
+/// The start of a trial.
 pub struct Start<'a> {
     /// Its number.
     pub trial: usize,
