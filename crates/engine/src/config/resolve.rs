@@ -9,7 +9,7 @@ use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
-use trainyard_model::Family;
+use trainyard_model::{ExpertsSpec, Family};
 use trainyard_tensor::cpu::Isa;
 
 /// Upper limit for the tokens of a micro-batch on a rank.
@@ -137,6 +137,8 @@ pub struct ModelShape {
     pub activation: Activation,
     pub dropout: f64,
     pub init_std: f64,
+    /// Experts in the place of MLPs.
+    pub experts: Option<ExpertsSpec>,
 }
 
 /// Rotary positions: base and scaling. `factor` and the fields after it are read only by the
