@@ -42,8 +42,8 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 def models():
     """name -> (architecture, config, encoding of matrices, True if transformers reads its tensors)"""
     t = transformers
-    # Of the published rule, so that wavelengths (6, 63, 628, 6283) are kept and blended.
-    llama3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    # The numbers of published models, so that wavelengths (6, 167, 4443, 118,000) are kept, blended and divided.
+    llama3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return {
         "llama": ("llama", t.LlamaConfig(**llama_like(rope_parameters=DEFAULT)), Q.Q8_0, True),
@@ -298,7 +298,7 @@ def main():
     write_blocks()
     write_tokenizers()
     total = sum(path.stat().st_size for path in OUT.iterdir())
-    print(f"{total / 1e6:.2f} MB; gguf {version("gguf")}, transformers {transformers.__version__}")
+    print(f"{total / 1e6:.2f} MB; gguf {version('gguf')}, transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ fn rotation(
             "rope_scaling".into(),
             json!({
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": LOW, "high_freq_factor": HIGH,
-                "original_max_position_embeddings": ORIGINAL,
+                "original_max_position_embeddings": ORIGINAL as u64,
             }),
         );
     } else if let Some(kind) = kind {
