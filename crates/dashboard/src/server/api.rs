@@ -238,7 +238,8 @@ fn run(store: &Store, name: &str) -> Result<Arc<Run>, ApiError> {
     store.run(name)?.ok_or_else(|| ApiError::Run(name.chars().take(80).collect()))
 }
 
-/// Reads on for a short time; a long file is read further beside, and requests then wait for nothing.
+/// Reads on for a short time; a long file is read further beside, and requests then wait for
+/// nothing.
 fn read_some(store: &Store, run: &Arc<Run>) -> Result<Progress, ApiError> {
     if run.is_read_beside() {
         return Ok(Progress::More);
