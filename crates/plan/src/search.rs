@@ -271,7 +271,9 @@ impl Search<'_> {
         while groups.len() < self.shown && state.spent(&self.budget) < spent + 0.25 {
             // One of each group that has none yet, so that they can be simulated at once.
             let (mut round, mut newest, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
-            while round.len() < TOGETHER && let Some(index) = rest.pop_front() {
+            while round.len() < TOGETHER
+                && let Some(index) = rest.pop_front()
+            {
                 let group = self.groups[index];
                 let tries = tried.entry(group).or_default();
                 let pointless = state.seen.contains(&index) || state.fitted.makes_pointless(self.savings[index]);
