@@ -112,7 +112,7 @@ fn an_olmo_2_is_divided_by_rows_and_layers_but_not_by_heads() {
     let resolved = resolve(&sets).unwrap();
     let spec = trainyard_engine::shape::model_spec(&resolved).unwrap();
     let error = trainyard_engine::shape::model_of(&resolved, spec, 0).unwrap_err().to_string();
-    assert!(error.contains("norms of whole queries and keys need all heads of a token on one rank"), "{error}");
+    assert!(error.contains("`attn.q_norm.weight` needs all heads of a token on one rank"), "{error}");
 }
 
 #[test]

@@ -30,10 +30,6 @@ pub enum Cut {
     VocabularyRows,
     /// Rows are those of query, key and value heads, divided by heads.
     HeadRows,
-    /// Elements are those of query heads, divided by heads.
-    QueryRows,
-    /// Elements are those of key heads, divided by heads.
-    KeyRows,
     /// Columns are those of query heads, divided by heads.
     HeadColumns,
     /// Rows are columns of the MLP, divided.
@@ -46,6 +42,8 @@ pub enum Cut {
     Residual,
     /// Whole, for compute on each head.
     EachHead,
+    /// Whole, for compute on all heads of a token together, which no split has.
+    AllHeads,
 }
 
 /// The place of a rank in a tensor-parallel group.
@@ -233,13 +231,19 @@ impl Division {
     /// Replaces parameters of a whole unit by the rank's parts.
     ///
     /// # Errors
-    /// A parameter that the family's table does not have.
+    /// A parameter that the family's table does not have, or that cannot be split.
     pub fn cut(&self, unit: &str, parameters: &mut [ParameterSpec]) -> Result<()> {
         for parameter in parameters {
             let Some(row) = self.family.row(&parameter.name) else {
                 let problem = format!("the table of splits does not say how `{}` is split", parameter.name);
                 return Err(ModelError::Unit { unit: unit.into(), problem });
             };
+            if row.cut == Cut::AllHeads {
+                return Err(ModelError::Split(format!(
+                    "`{}` needs all heads of a token on one rank: use pipeline or data parallelism for family {}",
+                    parameter.name, self.family
+                )));
+            }
             self.cut_one(row.cut, parameter);
         }
         Ok(())
@@ -253,7 +257,7 @@ impl Division {
                 parameter.layout = if self.split.sequence { Layout::Replicated } else { Layout::Invariant };
                 return;
             }
-            Cut::EachHead => {
+            Cut::EachHead | Cut::AllHeads => {
                 parameter.layout = Layout::Replicated;
                 return;
             }
@@ -264,19 +268,6 @@ impl Division {
                 (0, vec![Stretch::own(self.ffn.clone()), Stretch::own(up)])
             }
             Cut::FfnColumns => (1, vec![Stretch::own(self.ffn.clone())]),
-            Cut::QueryRows => {
-                let heads = &self.heads[self.split.rank];
-                (0, vec![Stretch::own(heads.start * self.head_dim..heads.end * self.head_dim)])
-            }
-            Cut::KeyRows => {
-                let keys =
-                    self.whole_heads[0] * self.head_dim..(self.whole_heads[0] + self.whole_heads[1]) * self.head_dim;
-                let of_keys = |range: &Range<usize>| keys.contains(&range.start);
-                let shift = |range: Range<usize>| range.start - keys.start..range.end - keys.start;
-                shared = self.shared_rows().into_iter().filter(of_keys).map(shift).collect();
-                let heads = self.head_rows().into_iter().filter(|stretch| of_keys(&stretch.whole));
-                (0, heads.map(|stretch| Stretch { whole: shift(stretch.whole), ..stretch }).collect())
-            }
             Cut::HeadColumns => {
                 let heads = &self.heads[self.split.rank];
                 (1, vec![Stretch::own(heads.start * self.head_dim..heads.end * self.head_dim)])

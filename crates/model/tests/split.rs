@@ -411,7 +411,7 @@ fn norms_of_whole_queries_are_not_split_over_ranks() {
     let split = TensorSplit { rank: 0, ranks: 2, sequence: false };
     let error = Model::split(usual(families::OLMO2), split).unwrap_err();
     assert!(matches!(&error, ModelError::Split(_)), "{error}");
-    assert!(error.to_string().contains("norms of whole queries and keys need all heads of a token"), "{error}");
+    assert!(error.to_string().contains("`attn.q_norm.weight` needs all heads of a token"), "{error}");
 }
 
 #[test]

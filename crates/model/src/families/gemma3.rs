@@ -9,7 +9,7 @@ use crate::gguf::{self, Layout};
 use crate::hf::{ConfigError, Keys, Written};
 use crate::spec::{Activation, LAYERS_MAX, ModelSpec, RopeSpec};
 use crate::split::Cut;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// The definition of the family.
 pub(super) struct Gemma3;
@@ -74,8 +74,19 @@ const GGUF: &[gguf::Form] = &[gguf::Form {
         ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
         ("blk.{}.post_ffw_norm", "model.layers.{}.post_feedforward_layernorm"),
     ],
+    biases: gguf::DECODER_BIASES,
     layout: Layout::GainsOfNorms,
+    complete: scale_of_scores,
 }];
+
+/// The scale of scores, which stands in no key. llama.cpp knows it by the number of layers: the
+/// model of 27 B, with 62, has the width of its stream over its heads, all others that of a head.
+fn scale_of_scores(config: &mut Map<String, Value>) {
+    let number = |key: &str| config.get(key).and_then(Value::as_u64);
+    let of_largest = number("hidden_size").zip(number("num_attention_heads")).map(|(dim, heads)| dim / heads.max(1));
+    let scalar = if number("num_hidden_layers") == Some(62) { of_largest } else { number("head_dim") };
+    config.extend(scalar.map(|scalar| ("query_pre_attn_scalar".to_owned(), json!(scalar))));
+}
 
 /// The layers with a window: all but every `pattern`-th. More layers than any model has are refused
 /// elsewhere.
@@ -142,20 +153,13 @@ impl Definition for Gemma3 {
     }
 
     fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
-        let sizes = Sizes {
-            dim: keys.size("hidden_size", Some(2304))?,
-            heads: keys.size("num_attention_heads", Some(8))?,
-            layers: keys.size("num_hidden_layers", Some(26))?,
-            vocab_size: keys.size("vocab_size", Some(262_208))?,
-            max_positions: keys.size("max_position_embeddings", Some(131_072))?,
-        };
+        let usual = Sizes { vocab_size: 262_208, dim: 2304, layers: 26, heads: 8, max_positions: 131_072 };
+        let sizes = keys.sizes(usual)?;
         let mut spec = ModelSpec { ffn_dim: keys.size("intermediate_size", Some(9216))?, ..self.usual(&sizes) };
         spec.kv_heads = keys.size("num_key_value_heads", Some(4))?;
         spec.head_dim = keys.size("head_dim", Some(256))?;
         spec.activation = keys.activation("hidden_activation", "gelu_pytorch_tanh")?;
-        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-6);
-        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
-        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(true);
+        keys.decoder(&mut spec, 1e-6, true)?;
         let biases = keys.flag("attention_bias")?.unwrap_or(false);
         (spec.qkv_bias, spec.o_bias) = (biases, biases);
         let scalar = keys.number("query_pre_attn_scalar")?.unwrap_or(256.0);

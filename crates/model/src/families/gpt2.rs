@@ -60,7 +60,11 @@ const GGUF: &[gguf::Form] = &[gguf::Form {
         ("blk.{}.ffn_up", "transformer.h.{}.mlp.c_fc"),
         ("blk.{}.ffn_down", "transformer.h.{}.mlp.c_proj"),
     ],
+    // The class always has them.
+    biases: &[],
     layout: Layout::Upright,
+    // Files do not have the probability with which the class drops attention's.
+    complete: |config| drop(config.insert("attn_pdrop".into(), json!(0.0))),
 }];
 
 impl Definition for Gpt2 {

@@ -51,10 +51,10 @@ const PARAMETERS: &[Row] = &[
     row("lm.weight", Cut::VocabularyRows, &["lm_head.weight"]),
 ];
 
-/// Mistral's files have the architecture `llama` too.
+/// Mistral's files have the architecture `llama` too. The class `qwen2` always has its biases.
 const GGUF: &[gguf::Form] = &[
     gguf::Form { architecture: "llama", model_type: "llama", layout: Layout::Interleaved, ..GGUF_FORM },
-    gguf::Form { architecture: "qwen2", model_type: "qwen2", ..GGUF_FORM },
+    gguf::Form { architecture: "qwen2", model_type: "qwen2", biases: &[], ..GGUF_FORM },
     gguf::Form { architecture: "qwen3", model_type: "qwen3", ..GGUF_FORM },
 ];
 
@@ -79,7 +79,9 @@ const GGUF_FORM: gguf::Form = gguf::Form {
         ("blk.{}.ffn_up", "model.layers.{}.mlp.up_proj"),
         ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
     ],
+    biases: gguf::DECODER_BIASES,
     layout: Layout::Same,
+    complete: gguf::complete,
 };
 
 /// The form of Llama's blocks, which many families share.
@@ -174,33 +176,28 @@ impl Definition for Llama {
     fn read_config(&self, keys: &mut Keys, model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
         let qwen = model_type.starts_with("qwen");
         let mistral = model_type == "mistral";
-        let dim = keys.size("hidden_size", Some(4096))?;
-        let heads = keys.size("num_attention_heads", Some(32))?;
-        let layers = keys.size("num_hidden_layers", Some(32))?;
-        let vocab_size = keys.size("vocab_size", Some(if qwen { 151_936 } else { 32_000 }))?;
-        let (ffn_dim, positions) = match model_type {
+        let (ffn_dim, max_positions) = match model_type {
             "mistral" => (14_336, 131_072),
             "llama" => (11_008, 2048),
             _ => (22_016, 32_768),
         };
         let ffn_dim = keys.size("intermediate_size", Some(ffn_dim))?;
-        let max_positions = keys.size("max_position_embeddings", Some(positions))?;
-        let mut spec = ModelSpec { ffn_dim, ..usual(&Sizes { vocab_size, dim, layers, heads, max_positions }) };
+        let vocab_size = if qwen { 151_936 } else { 32_000 };
+        let sizes = keys.sizes(Sizes { vocab_size, dim: 4096, layers: 32, heads: 32, max_positions })?;
+        let mut spec = ModelSpec { ffn_dim, ..usual(&sizes) };
         spec.kv_heads = match (keys.optional_size("num_key_value_heads")?, keys.absent("num_key_value_heads")) {
             (Some(kv_heads), _) => kv_heads,
             (None, true) if mistral => 8,
             (None, true) if qwen => 32,
-            (None, _) => heads,
+            (None, _) => sizes.heads,
         };
         match keys.optional_size("head_dim")? {
             Some(head_dim) => spec.head_dim = head_dim,
             None if model_type == "qwen3" => spec.head_dim = 128,
-            None => keys.head_dim_divides(dim, heads)?,
+            None => keys.head_dim_divides(sizes.dim, sizes.heads)?,
         }
         spec.activation = keys.activation("hidden_act", "silu")?;
-        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-6);
-        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
-        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        keys.decoder(&mut spec, 1e-6, false)?;
         // attention_bias means all four projections; Qwen2 always has it on three.
         let attention_bias = match model_type {
             "llama" | "qwen3" => keys.flag("attention_bias")?.unwrap_or(false),
@@ -225,7 +222,7 @@ impl Definition for Llama {
         }
         spec.qk_norm = model_type == "qwen3";
         windows(keys, model_type, &mut spec)?;
-        spec.rope = Some(keys.rope(max_positions)?);
+        spec.rope = Some(keys.rope(sizes.max_positions)?);
         keys.attention_dropout("attention_dropout", 0.0)?;
         Ok(spec)
     }

@@ -1,6 +1,7 @@
 //! Families of models. A family is one file here: the table of its parameters with their names in
 //! Hugging Face files and their splits, the form of its blocks, and its `config.json`. [`FAMILIES`]
-//! lists them; nothing else in the workspace names one family in particular.
+//! lists them. Nothing else says what a family's blocks or files are like, but for tokenizers in
+//! GGUF files, which differ by other rules.
 //!
 //! To add a family, write a file with an implementation of [`Definition`] and add a line to
 //! [`FAMILIES`]. Most families differ from Llama in a few choices of [`Form`]; one with another

@@ -19,8 +19,8 @@ const PARAMETERS: &[Row] = &[
     row("tokens.weight", Cut::VocabularyRows, &["model.embed_tokens.weight"]),
     row("attn.qkv.weight", Cut::HeadRows, llama::QKV_WEIGHT),
     row("attn.qkv.bias", Cut::HeadRows, llama::QKV_BIAS),
-    row("attn.q_norm.weight", Cut::QueryRows, &["model.layers.{}.self_attn.q_norm.weight"]),
-    row("attn.k_norm.weight", Cut::KeyRows, &["model.layers.{}.self_attn.k_norm.weight"]),
+    row("attn.q_norm.weight", Cut::AllHeads, &["model.layers.{}.self_attn.q_norm.weight"]),
+    row("attn.k_norm.weight", Cut::AllHeads, &["model.layers.{}.self_attn.k_norm.weight"]),
     row("attn.out.weight", Cut::HeadColumns, &["model.layers.{}.self_attn.o_proj.weight"]),
     row("attn.out.bias", Cut::Residual, &["model.layers.{}.self_attn.o_proj.bias"]),
     row("post_norm1.weight", Cut::Residual, &["model.layers.{}.post_attention_layernorm.weight"]),
@@ -51,7 +51,9 @@ const GGUF: &[gguf::Form] = &[gguf::Form {
         ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
         ("blk.{}.post_ffw_norm", "model.layers.{}.post_feedforward_layernorm"),
     ],
+    biases: gguf::DECODER_BIASES,
     layout: Layout::Same,
+    complete: gguf::complete,
 }];
 
 impl Definition for Olmo2 {
@@ -102,23 +104,12 @@ impl Definition for Olmo2 {
     }
 
     fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
-        let sizes = Sizes {
-            dim: keys.size("hidden_size", Some(4096))?,
-            heads: keys.size("num_attention_heads", Some(32))?,
-            layers: keys.size("num_hidden_layers", Some(32))?,
-            vocab_size: keys.size("vocab_size", Some(50_304))?,
-            max_positions: keys.size("max_position_embeddings", Some(2048))?,
-        };
+        let usual = Sizes { vocab_size: 50_304, dim: 4096, layers: 32, heads: 32, max_positions: 2048 };
+        let sizes = keys.sizes(usual)?;
         let mut spec = ModelSpec { ffn_dim: keys.size("intermediate_size", Some(11_008))?, ..self.usual(&sizes) };
-        spec.kv_heads = keys.optional_size("num_key_value_heads")?.unwrap_or(sizes.heads);
-        match keys.optional_size("head_dim")? {
-            Some(head_dim) => spec.head_dim = head_dim,
-            None => keys.head_dim_divides(sizes.dim, sizes.heads)?,
-        }
+        keys.grouped_heads(&mut spec)?;
         spec.activation = keys.activation("hidden_act", "silu")?;
-        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-5);
-        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
-        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        keys.decoder(&mut spec, 1e-5, false)?;
         let biases = keys.flag("attention_bias")?.unwrap_or(false);
         (spec.qkv_bias, spec.o_bias) = (biases, biases);
         spec.rope = Some(keys.rope(sizes.max_positions)?);

@@ -42,7 +42,9 @@ const GGUF: &[gguf::Form] = &[gguf::Form {
         ("blk.{}.ffn_up", "model.layers.{}.mlp.gate_up_proj"),
         ("blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"),
     ],
+    biases: gguf::DECODER_BIASES,
     layout: Layout::Same,
+    complete: gguf::complete,
 }];
 
 impl Definition for Phi3 {
@@ -95,23 +97,12 @@ impl Definition for Phi3 {
     }
 
     fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
-        let sizes = Sizes {
-            dim: keys.size("hidden_size", Some(3072))?,
-            heads: keys.size("num_attention_heads", Some(32))?,
-            layers: keys.size("num_hidden_layers", Some(32))?,
-            vocab_size: keys.size("vocab_size", Some(32_064))?,
-            max_positions: keys.size("max_position_embeddings", Some(4096))?,
-        };
+        let usual = Sizes { vocab_size: 32_064, dim: 3072, layers: 32, heads: 32, max_positions: 4096 };
+        let sizes = keys.sizes(usual)?;
         let mut spec = ModelSpec { ffn_dim: keys.size("intermediate_size", Some(8192))?, ..self.usual(&sizes) };
-        spec.kv_heads = keys.optional_size("num_key_value_heads")?.unwrap_or(sizes.heads);
-        match keys.optional_size("head_dim")? {
-            Some(head_dim) => spec.head_dim = head_dim,
-            None => keys.head_dim_divides(sizes.dim, sizes.heads)?,
-        }
+        keys.grouped_heads(&mut spec)?;
         spec.activation = keys.activation("hidden_act", "silu")?;
-        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-5);
-        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
-        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        keys.decoder(&mut spec, 1e-5, false)?;
         keys.refuse("attention_bias", &[Value::Bool(false)], "not in this model_type")?;
         keys.refuse("mlp_bias", &[Value::Bool(false)], "not in this model_type")?;
         spec.sliding_window = keys.optional_size("sliding_window")?;

@@ -17,9 +17,10 @@ use crate::spec::ModelSpec;
 use crate::weights::{Change, Places, StoredTensor, TensorFile, WeightsError};
 use serde_json::{Map, Value, json};
 use std::path::Path;
+use trainyard_tensor::cpu::rope::{RopeScaling, rope_frequencies};
 
 /// The form of GGUF files of one architecture.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Form {
     /// `general.architecture`, which is the prefix of the architecture's keys.
     pub architecture: &'static str,
@@ -30,8 +31,12 @@ pub struct Form {
     /// Names of tensors, and those in Hugging Face files, without `.weight` and `.bias`; `{}` is
     /// the number of the layer.
     pub tensors: &'static [(&'static str, &'static str)],
+    /// Tensors that are there where a key of `config.json` is true.
+    pub biases: &'static [(&'static str, &'static str)],
     /// The layout of what is stored otherwise than in Hugging Face files.
     pub layout: Layout,
+    /// Adds the keys of `config.json` that files do not have and the family knows.
+    pub complete: fn(&mut Map<String, Value>),
 }
 
 /// The difference between files of an architecture and Hugging Face files.
@@ -58,8 +63,18 @@ pub(crate) const DECODER_KEYS: &[(&str, &str)] = &[
     ("attention.key_length", "head_dim"),
     ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
     ("attention.sliding_window", "sliding_window"),
-    ("rope.freq_base", "rope_theta"),
+    (THETA, "rope_theta"),
 ];
+
+/// The biases that Llama and its relatives may have.
+pub(crate) const DECODER_BIASES: &[(&str, &str)] =
+    &[("blk.0.attn_q.bias", "attention_bias"), ("blk.0.ffn_down.bias", "mlp_bias")];
+
+/// The key with the base of rotations. Architectures without it have none.
+const THETA: &str = "rope.freq_base";
+
+/// Adds nothing to what a file says.
+pub(crate) fn complete(_config: &mut Map<String, Value>) {}
 
 /// The keys of an architecture that are read here, or say what the tensors say too.
 const OTHER_KEYS: [&str; 8] = [
@@ -143,27 +158,12 @@ fn translate(metadata: &Metadata, file: &TensorFile) -> Result<Value, String> {
             config.insert(key.into(), json!(id));
         }
     }
-    // Biases of the class `qwen2` are always there, and those of `gpt2` too.
-    let class_has = ["qwen2", "gpt2"].contains(&form.model_type);
-    let biases = [("blk.0.attn_q.bias", "attention_bias"), ("blk.0.ffn_down.bias", "mlp_bias")];
-    for (_, key) in biases.iter().filter(|(tensor, _)| has(tensor) && !class_has) {
-        config.insert((*key).into(), json!(true));
+    config
+        .extend(form.biases.iter().filter(|(tensor, _)| has(tensor)).map(|(_, key)| ((*key).to_owned(), json!(true))));
+    if form.keys.iter().any(|(key, _)| *key == THETA) {
+        rotation(metadata, form, file, &mut config)?;
     }
-    match form.model_type {
-        // Files do not have the probability with which the class drops attention's.
-        "gpt2" => drop(config.insert("attn_pdrop".into(), json!(0.0))),
-        _ => rotation(metadata, form, file, &mut config)?,
-    }
-    if form.model_type == "gemma3_text" {
-        // The scale of scores stands in no key. llama.cpp knows it by the number of layers: the
-        // model of 27 B, with 62, has the width of its stream over its heads, all others that of a
-        // head.
-        let number = |key: &str| config.get(key).and_then(Value::as_u64);
-        let of_largest =
-            number("hidden_size").zip(number("num_attention_heads")).map(|(dim, heads)| dim / heads.max(1));
-        let scalar = if number("num_hidden_layers") == Some(62) { of_largest } else { number("head_dim") };
-        config.extend(scalar.map(|scalar| ("query_pre_attn_scalar".to_owned(), json!(scalar))));
-    }
+    (form.complete)(&mut config);
     Ok(Value::Object(config))
 }
 
@@ -246,17 +246,18 @@ fn llama3_factor(file: &TensorFile, tensor: &StoredTensor, theta: f64, head_dim:
     let stored: Vec<f64> =
         bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))).collect();
     let factor = stored.iter().copied().fold(1.0, f64::max);
-    let expected = (0..count).map(|i| {
-        let wavelength = std::f64::consts::TAU * theta.powf(2.0 * i as f64 / head_dim as f64);
-        if wavelength < ORIGINAL / HIGH {
-            1.0
-        } else if wavelength > ORIGINAL / LOW {
-            factor
-        } else {
-            let smooth = (ORIGINAL / wavelength - LOW) / (HIGH - LOW);
-            1.0 / ((1.0 - smooth) / factor + smooth)
-        }
-    });
+    let rule = RopeScaling::Llama3 {
+        factor,
+        low_freq_factor: LOW,
+        high_freq_factor: HIGH,
+        original_context: ORIGINAL as usize,
+    };
+    let frequencies = |scaling| rope_frequencies(head_dim, theta, scaling).map(|(frequencies, _)| frequencies);
+    let (plain, scaled) = match (frequencies(RopeScaling::None), frequencies(rule)) {
+        (Ok(plain), Ok(scaled)) => (plain, scaled),
+        (Err(error), _) | (_, Err(error)) => return Err(error.to_string()),
+    };
+    let expected = plain.iter().zip(&scaled).map(|(plain, scaled)| plain / scaled);
     let agree = expected.zip(&stored).all(|(expected, stored)| (expected - stored).abs() <= 1e-4 * expected);
     if agree { Ok(factor) } else { Err(unknown()) }
 }

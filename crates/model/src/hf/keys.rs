@@ -1,6 +1,7 @@
 //! The keys of a `config.json` that are not used yet, and what several families read alike.
 
 use super::ConfigError;
+use crate::families::Sizes;
 use crate::spec::{Activation, ModelSpec, RopeScaling, RopeSpec};
 use serde_json::{Map, Value};
 
@@ -107,6 +108,37 @@ impl Keys {
     /// Takes a size that has a default or must be there.
     pub fn size(&mut self, key: &'static str, default: Option<usize>) -> Result<usize> {
         self.optional_size(key)?.or(default).ok_or(ConfigError::Missing { key })
+    }
+
+    /// Takes the sizes of Llama and its relatives; `usual` are those of a file that leaves them out.
+    pub fn sizes(&mut self, usual: Sizes) -> Result<Sizes> {
+        Ok(Sizes {
+            dim: self.size("hidden_size", Some(usual.dim))?,
+            heads: self.size("num_attention_heads", Some(usual.heads))?,
+            layers: self.size("num_hidden_layers", Some(usual.layers))?,
+            vocab_size: self.size("vocab_size", Some(usual.vocab_size))?,
+            max_positions: self.size("max_position_embeddings", Some(usual.max_positions))?,
+        })
+    }
+
+    /// Takes the fields that Llama and its relatives read alike: `norm_eps` and `tied` are those of
+    /// a file that leaves them out.
+    pub fn decoder(&mut self, spec: &mut ModelSpec, norm_eps: f64, tied: bool) -> Result<()> {
+        spec.norm_eps = self.number("rms_norm_eps")?.unwrap_or(norm_eps);
+        spec.init_std = self.number("initializer_range")?.unwrap_or(0.02);
+        spec.tie_embeddings = self.flag("tie_word_embeddings")?.unwrap_or(tied);
+        Ok(())
+    }
+
+    /// Takes the numbers of key and value heads and the width of heads, where one follows from the
+    /// number of heads.
+    pub fn grouped_heads(&mut self, spec: &mut ModelSpec) -> Result<()> {
+        spec.kv_heads = self.optional_size("num_key_value_heads")?.unwrap_or(spec.heads);
+        match self.optional_size("head_dim")? {
+            Some(head_dim) => spec.head_dim = head_dim,
+            None => self.head_dim_divides(spec.dim, spec.heads)?,
+        }
+        Ok(())
     }
 
     /// Fails when `key` is there with a value that is none of `allowed` and not null.

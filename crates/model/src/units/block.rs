@@ -147,13 +147,6 @@ impl Block {
     /// of the MLP; the products that end these give summands of the residual stream.
     pub fn split(mut self, division: &Division) -> Result<Block> {
         let place = division.split();
-        if let Some(QkNorm { kind: QkNormKind::Whole, .. }) = self.qk_norm {
-            return Err(ModelError::Split(
-                "norms of whole queries and keys need all heads of a token on one rank: use pipeline or data \
-                 parallelism for this family"
-                    .into(),
-            ));
-        }
         self.split = Some(SplitBlock { place, segments: segments(place.residual()), parts: PARTS_OF_TENSOR });
         division.cut(&self.name, &mut self.parameters)?;
         self.heads = division.heads();
