@@ -110,7 +110,8 @@ impl Keys {
         self.optional_size(key)?.or(default).ok_or(ConfigError::Missing { key })
     }
 
-    /// Takes the sizes of Llama and its relatives; `usual` are those of a file that leaves them out.
+    /// Takes the sizes of Llama and its relatives. `usual` are those of a file that leaves them
+    /// out.
     pub fn sizes(&mut self, usual: Sizes) -> Result<Sizes> {
         Ok(Sizes {
             dim: self.size("hidden_size", Some(usual.dim))?,
