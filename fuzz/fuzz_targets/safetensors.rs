@@ -11,8 +11,9 @@ fuzz_target!(|bytes: &[u8]| {
     for (name, tensor) in file.tensors() {
         let mut contents = vec![0; (tensor.range.end - tensor.range.start) as usize];
         file.read(tensor, 0, &mut contents).unwrap_or_else(|error| panic!("{name}: {error}"));
-        if let Some(dtype) = tensor.float_dtype() {
-            assert_eq!(contents.len(), tensor.shape.iter().product::<usize>() * dtype.size());
+        if let Some(encoding) = tensor.encoding() {
+            let (elements, bytes) = encoding.block();
+            assert_eq!(contents.len(), tensor.shape.iter().product::<usize>() / elements * bytes);
         }
     }
 });

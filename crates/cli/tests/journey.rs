@@ -212,10 +212,10 @@ fn a_step_is_benchmarked() {
     let bench =
         |more: &[&str]| folder.run(&[&["bench", "train", "--steps", "2"], &small[..], more].concat()).ok().stdout;
     let line: serde_json::Value = serde_json::from_str(&bench(&["--json", "--precision", "f32"])).unwrap();
-    for key in ["step_s", "tokens_per_s", "tflops", "mfu", "first_step_s", "peak_rss_bytes"] {
+    for key in ["step_s", "tokens_per_s", "tflops", "first_step_s", "peak_rss_bytes"] {
         assert!(line[key].as_f64().unwrap() > 0.0, "{key} in {line}");
     }
-    assert!(line["mfu"].as_f64().unwrap() <= 1.0 && line["data_wait_s"].is_number());
+    assert!(line["mfu"].as_f64().is_none_or(|mfu| mfu > 0.0 && mfu <= 1.0) && line["data_wait_s"].is_number());
     assert!(bench(&[]).contains("kernels of one step"));
 }
 

@@ -12,7 +12,7 @@ use crate::config::Resolved;
 use crate::lanes::Span;
 use crate::limit;
 use crate::links::Links;
-use crate::metrics::{MetricsError, Throughput};
+use crate::metrics::Throughput;
 use crate::peaks::Peaks;
 use crate::precision::LossScaler;
 use crate::predict::{StepNeeds, predict};
@@ -59,8 +59,9 @@ pub struct StepReport {
     /// Model TFLOP/s of the median step: 6 per parameter in a product, 12 per pair of attention;
     /// recomputation does not count.
     pub tflops: f64,
-    /// `tflops` as a share of the peak.
-    pub mfu: f64,
+    /// `tflops` as a share of the peak; none if the step was faster than it, so that the machine was
+    /// busy while the peak was measured.
+    pub mfu: Option<f64>,
     /// The measured peak for this dtype.
     pub peak_tflops: f64,
     /// Seconds from the start of the process to the end of the first step.
@@ -212,7 +213,8 @@ fn steps_of_rank(
     let tokens = resolved.tokens_per_step();
     let flops = spec.flops_per_token(resolved.sequence_length).convention * tokens as f64;
     let step_s = median(timed.iter().map(|t| t.seconds)).unwrap_or(0.0);
-    let rates = Throughput::new(tokens, flops, step_s, Some(peak)).map_err(MetricsError::from)?;
+    let rates = Throughput::new(tokens, flops, step_s, Some(peak))
+        .unwrap_or_else(|_| Throughput::without_peak(tokens, flops, step_s));
     let memory = Purpose::ALL.map(|purpose| PurposeMemory {
         purpose: purpose.name(),
         measured: usage.peak(purpose) as u64,
@@ -229,7 +231,7 @@ fn steps_of_rank(
         step_s,
         tokens_per_s: rates.tps,
         tflops: rates.tflops,
-        mfu: rates.mfu.unwrap_or(0.0),
+        mfu: rates.mfu,
         peak_tflops: peak / 1e12,
         first_step_s,
         first_step_system_s,
@@ -524,7 +526,7 @@ mod tests {
         let report = steps(&small(&[]), 2, Instant::now()).unwrap();
         assert_eq!((report.tokens, report.steps), (128, 2));
         assert!((report.loss - 96f64.ln()).abs() < 0.5, "{}", report.loss);
-        assert!(!report.kernels.is_empty() && report.mfu <= 1.0);
+        assert!(!report.kernels.is_empty() && report.mfu.is_none_or(|mfu| mfu <= 1.0));
         let activations = report.memory.iter().find(|m| m.purpose == "activations").unwrap();
         assert!(activations.error().abs() <= 0.02, "{activations:?}");
     }

@@ -371,7 +371,7 @@ fn a_real_gguf_model_computes_what_transformers_does() {
         (losses, sequences) = (losses + rows.sum::<f64>() / (length - 1) as f64, sequences + 1.0);
     }
     let error = f64::sqrt(difference / norm);
-    let (ours, theirs) = ((losses / sequences as f64).exp(), reference["loss"].as_f64().unwrap().exp());
+    let (ours, theirs) = ((losses / sequences).exp(), reference["loss"].as_f64().unwrap().exp());
     println!("logits differ by {error:.2e} of their norm, at most {largest:.2e}; perplexity {ours:.4} and {theirs:.4}");
     assert!(error <= 1e-3 && (ours / theirs - 1.0).abs() < 5e-5);
 }

@@ -138,15 +138,16 @@ pub(super) fn show(args: &TrainArgs, report: &StepReport) -> Result<()> {
     }
     print(format_args!(
         "step          {:.4} s (median of {})\nspeed         {} tokens/s\n\
-         model FLOPs   {:.3} TFLOP/s, {:.1} % of the measured peak of {:.3}\n\
+         model FLOPs   {:.3} TFLOP/s, {} the measured peak of {:.3}{}\n\
          first step    done {:.2} s after the program's start, {:.2} s of processor time in the system\nwaiting       {:.3} ms a step for its batch\n\
          peak RSS      {}\nloss          {:.4}\n\n",
         report.step_s,
         report.steps,
         count(report.tokens_per_s as u64),
         report.tflops,
-        100.0 * report.mfu,
+        report.mfu.map_or("more than".to_owned(), |mfu| format!("{:.1} % of", 100.0 * mfu)),
         report.peak_tflops,
+        if report.mfu.is_none() { ": the machine was busy during that measurement" } else { "" },
         report.first_step_s,
         report.first_step_system_s,
         1e3 * report.data_wait_s,

@@ -63,9 +63,7 @@ impl AbovePeak {
                 "{faster}; the peak was measured again {AGAIN_MAX} times already: from here on, steps faster than it have no MFU"
             ));
         }
-        let per_second = if seconds > 0.0 { 1.0 / seconds } else { 0.0 };
-        let without = Throughput { tps: tokens as f64 * per_second, tflops: flops * per_second / 1e12, mfu: None };
-        rates.unwrap_or(without)
+        rates.unwrap_or_else(|| Throughput::without_peak(tokens, flops, seconds))
     }
 }
 

@@ -158,14 +158,20 @@ impl Throughput {
     ///
     /// The rate exceeds the peak.
     pub fn new(tokens: u64, flops: f64, seconds: f64, peak: Option<f64>) -> Result<Throughput, UtilizationAboveOne> {
+        let rates = Throughput::without_peak(tokens, flops, seconds);
+        let peak_tflops = peak.filter(|peak| *peak > 0.0).map(|peak| peak / 1e12);
+        let mfu = peak_tflops.map(|peak| rates.tflops / peak);
+        if let (Some(utilization), Some(peak_tflops)) = (mfu.filter(|mfu| *mfu > 1.0), peak_tflops) {
+            return Err(UtilizationAboveOne { utilization, tflops: rates.tflops, peak_tflops });
+        }
+        Ok(Throughput { mfu, ..rates })
+    }
+
+    /// The rates of `tokens` and `flops` in `seconds`, without the utilisation.
+    pub fn without_peak(tokens: u64, flops: f64, seconds: f64) -> Throughput {
         // A clock that did not move measures nothing.
         let per_second = if seconds > 0.0 { 1.0 / seconds } else { 0.0 };
-        let rate = flops * per_second;
-        let mfu = peak.filter(|peak| *peak > 0.0).map(|peak| rate / peak);
-        if let (Some(utilization), Some(peak)) = (mfu.filter(|mfu| *mfu > 1.0), peak) {
-            return Err(UtilizationAboveOne { utilization, tflops: rate / 1e12, peak_tflops: peak / 1e12 });
-        }
-        Ok(Throughput { tps: tokens as f64 * per_second, tflops: rate / 1e12, mfu })
+        Throughput { tps: tokens as f64 * per_second, tflops: flops * per_second / 1e12, mfu: None }
     }
 }
 

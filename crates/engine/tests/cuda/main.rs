@@ -432,7 +432,10 @@ fn a_step_is_timed_and_its_utilisation_is_of_the_measured_peak() {
     let (tested, gpu) = device(0);
     let report = trainyard_engine::bench::steps_on(&gpu, &small, 1, std::time::Instant::now()).unwrap();
     assert_eq!(report.isa, gpu.as_cuda().unwrap().properties().architecture());
-    assert!(report.step_s > 0.0 && report.mfu > 0.0 && report.mfu <= 1.0 && report.peak_tflops > 0.0, "{report:?}");
+    assert!(
+        report.step_s > 0.0 && report.mfu.is_none_or(|mfu| mfu > 0.0 && mfu <= 1.0) && report.peak_tflops > 0.0,
+        "{report:?}"
+    );
     let off = report.mem_peak_bytes as f64 / report.mem_predicted_bytes as f64 - 1.0;
     assert!(off.abs() <= 0.02, "{off}: {:?}", report.memory);
     assert!(report.kernels.iter().any(|kernel| kernel.name == "attention_backward" && kernel.seconds > 0.0));
