@@ -1,0 +1,181 @@
+//! Jobs: a training run, the ways to run it, and how far it is.
+
+use crate::schedule::Speed;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// A job's state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum State {
+    /// It is not running: it was never started, or it was stopped and goes on later.
+    Waiting,
+    /// The daemon was about to start it. A daemon that ended there leaves this state.
+    Starting,
+    /// Its process is alive.
+    Running,
+    /// Its process was asked to stop at a step boundary.
+    Stopping,
+    /// It has done its work.
+    Done,
+    /// It ended with an error that would come again.
+    Failed,
+}
+
+impl State {
+    /// All states.
+    pub const ALL: [State; 6] =
+        [State::Waiting, State::Starting, State::Running, State::Stopping, State::Done, State::Failed];
+
+    /// The state's name, in the store and in lists.
+    pub fn name(self) -> &'static str {
+        match self {
+            State::Waiting => "waiting",
+            State::Starting => "starting",
+            State::Running => "running",
+            State::Stopping => "stopping",
+            State::Done => "done",
+            State::Failed => "failed",
+        }
+    }
+
+    /// True if a process of the job may be alive.
+    pub fn may_run(self) -> bool {
+        matches!(self, State::Starting | State::Running | State::Stopping)
+    }
+
+    /// True if nothing is left to do.
+    pub fn is_over(self) -> bool {
+        matches!(self, State::Done | State::Failed)
+    }
+}
+
+/// A way to run a job: settings over its configuration, and what they mean.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Shape {
+    /// Cores that it uses.
+    pub cores: u32,
+    /// Settings, as `--set` takes them.
+    pub sets: Vec<String>,
+    /// The shape in words.
+    pub words: String,
+    /// Predicted units of work per second. None before anything is measured.
+    pub rate: Option<f64>,
+}
+
+/// A process, in a form that tells it from a later one with the same number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Process {
+    /// Its number.
+    pub pid: u32,
+    /// Its start, in clock ticks since the machine's start.
+    pub started: u64,
+}
+
+/// The unit of a job's work.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unit {
+    /// Optimizer steps.
+    Steps,
+    /// Seconds of training.
+    Seconds,
+}
+
+/// What is asked of a new job.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Request {
+    /// The name of the run.
+    pub name: String,
+    /// The working folder.
+    pub folder: PathBuf,
+    /// The folder of the run.
+    pub run: PathBuf,
+    /// The configuration's text, as it was when the job was added.
+    pub config: String,
+    /// Settings over it.
+    pub sets: Vec<String>,
+    /// Larger ones first.
+    pub priority: i64,
+    /// The time by which it is to be done.
+    pub deadline: Option<i64>,
+    /// The file of prices.
+    pub price: Option<PathBuf>,
+    /// The file of carbon intensities.
+    pub carbon: Option<PathBuf>,
+    /// Run only while others use at most this percentage of the cores.
+    pub idle_below: Option<f64>,
+    /// Its work in all. None if the configuration does not say.
+    pub work: Option<f64>,
+    /// The unit of `work`.
+    pub unit: Unit,
+    /// The ways to run it, at least one.
+    pub shapes: Vec<Shape>,
+}
+
+/// A job.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Job {
+    /// Its number.
+    pub id: i64,
+    /// What was asked.
+    pub request: Request,
+    /// When it was added.
+    pub added: i64,
+    /// Its state.
+    pub state: State,
+    /// The time of its last change of state.
+    pub since: i64,
+    /// The reason of the state, in words.
+    pub why: String,
+    /// True if it must not run until it is resumed.
+    pub is_paused: bool,
+    /// The shape in which it was last started.
+    pub shape: Option<usize>,
+    /// Its process.
+    pub process: Option<Process>,
+    /// Work that is done: what the run has recorded while it runs, else its newest checkpoint.
+    pub done: f64,
+    /// `done` at the last start.
+    pub done_at_start: f64,
+    /// The shape that was measured, and its units of work per second.
+    pub measured: Option<(usize, f64)>,
+    /// Measured seconds of work that a start loses.
+    pub start_s: Option<f64>,
+    /// How often it was started.
+    pub starts: u32,
+    /// How often in a row it crashed without progress.
+    pub crashes: u32,
+    /// It is not started before this time.
+    pub not_before: i64,
+}
+
+/// Assumed seconds of work that a start loses, until one is measured.
+pub const START_S: f64 = 20.0;
+
+impl Job {
+    /// The work that is left. None if the work is not known.
+    pub fn left(&self) -> Option<f64> {
+        self.request.work.map(|work| (work - self.done).max(0.0))
+    }
+
+    /// Seconds of work that a start loses.
+    pub fn start_s(&self) -> f64 {
+        self.start_s.unwrap_or(START_S)
+    }
+
+    /// The work per second of every shape: the predictions, scaled so that the measured shape has
+    /// what was measured. None before anything is predicted or measured.
+    pub fn speeds(&self) -> Option<Vec<Speed>> {
+        let shapes = &self.request.shapes;
+        let scale = match self.measured {
+            Some((shape, rate)) => match shapes.get(shape)?.rate {
+                Some(predicted) => rate / predicted,
+                // Nothing is known of other shapes.
+                None => {
+                    return (shapes.len() == 1).then(|| vec![Speed { cores: shapes[0].cores, rate }]);
+                }
+            },
+            None => 1.0,
+        };
+        shapes.iter().map(|shape| Some(Speed { cores: shape.cores, rate: scale * shape.rate? })).collect()
+    }
+}
