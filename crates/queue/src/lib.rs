@@ -5,9 +5,7 @@
 //! - [`curve`] reads prices or carbon intensities over time from CSV.
 //! - [`schedule`] is the pure scheduler: slots of time, shapes of a job, and the work that is left.
 //! - [`decide`] turns the jobs and the machine into actions, on whatever clock it is given.
-//! - [`drive`] does one step of the daemon: look at the processes, decide, act. All effects are
-//!   behind [`World`](drive::World), so that tests run weeks and a thousand kills on a virtual clock.
-//! - [`process`] is the world outside of tests: processes of `trainyard train`, `/proc`, signals.
+//! - [`machine`] says how much others use of the machine.
 //!
 //! Nothing here knows tensors, models or the engine. A job is work, shapes (cores and work per
 //! second), and a command that can be stopped at a step boundary and resumed.
@@ -16,10 +14,8 @@
 
 pub mod curve;
 pub mod decide;
-pub mod drive;
 pub mod job;
 pub mod machine;
-pub mod process;
 pub mod schedule;
 pub mod store;
 pub mod time;

@@ -259,8 +259,12 @@ impl Problem<'_> {
 
     /// Gives back surplus work: in the order of cost per work, slots take a smaller shape or none
     /// while the work is still done. Of equal ones the last goes first, so that work is done early.
+    /// The last slot ends with the work and so costs only in part: a change that is not cheaper when
+    /// that is counted is not made.
     fn trim(&self, chosen: &mut [Option<usize>]) {
         let mut surplus = self.work(chosen) - self.demand.work;
+        let mut cost = finish(self.slots, self.shapes, self.demand, chosen.to_vec()).cost;
+        let mut refused: Vec<(usize, Option<usize>)> = Vec::new();
         while surplus > 0.0 {
             let mut best: Option<(f64, usize, Option<usize>, f64)> = None;
             for index in 0..self.slots.len() {
@@ -281,7 +285,7 @@ impl Problem<'_> {
                     let lost = work(Some(now)) - work(state);
                     let slot = &self.slots[index];
                     let saved = cost_of(slot, self.shapes, Some(now)) - cost_of(slot, self.shapes, state);
-                    if lost > surplus || saved <= 0.0 {
+                    if lost > surplus || saved <= 0.0 || refused.contains(&(index, state)) {
                         continue;
                     }
                     let ratio = saved / lost.max(1e-300);
@@ -291,7 +295,15 @@ impl Problem<'_> {
                 }
             }
             let Some((_, index, state, lost)) = best else { return };
-            chosen[index] = state;
+            let before = std::mem::replace(&mut chosen[index], state);
+            let trimmed = finish(self.slots, self.shapes, self.demand, chosen.to_vec());
+            if trimmed.ends.is_none() || trimmed.cost >= cost {
+                chosen[index] = before;
+                refused.push((index, state));
+                continue;
+            }
+            cost = trimmed.cost;
+            refused.clear();
             surplus -= lost;
         }
     }
@@ -303,7 +315,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn slots(costs: &[f64], cores: u32) -> Vec<Slot> {
-        let slot = |(index, cost): (usize, &f64)| Slot { start: 3600 * index as i64, seconds: 3600.0, cost: *cost, cores };
+        let slot =
+            |(index, cost): (usize, &f64)| Slot { start: 3600 * index as i64, seconds: 3600.0, cost: *cost, cores };
         costs.iter().enumerate().map(slot).collect()
     }
 
@@ -379,8 +392,10 @@ mod tests {
         let mut slots = slots(&[1.0, 2.0, 3.0], 2);
         slots[0].cores = 0;
         slots[1].cores = 1;
+        // One core for an hour or two for half of one cost the same, and two end sooner.
         let plan = cheapest(&slots, &speeds(&[(1, 1.0), (2, 2.0)]), demand(2.0 * 3600.0, 0.0));
-        assert_eq!(plan.shapes, [None, Some(0), Some(0)]);
+        assert_eq!((plan.shapes, plan.ends), (vec![None, Some(0), Some(1)], Some(2 * 3600 + 1800)));
+        assert_eq!(plan.cost, 3600.0 * (2.0 + 3.0));
         let plan = soonest(&slots, &speeds(&[(1, 1.0), (2, 2.0)]), demand(3.0 * 3600.0, 60.0));
         assert_eq!(plan.shapes, [None, Some(0), Some(1)]);
     }
@@ -430,12 +445,13 @@ mod tests {
             }
         }
         steps.sort_by(|a, b| (a.0 / a.1).total_cmp(&(b.0 / b.1)));
+        let rounding = 1e-9 * work;
         let mut sum = 0.0;
         for (cost, done) in steps {
             let share = (work / done).min(1.0);
             sum += share * cost;
             work -= share * done;
-            if work <= 0.0 {
+            if work <= rounding {
                 return Some(sum);
             }
         }

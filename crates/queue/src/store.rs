@@ -96,14 +96,10 @@ impl Store {
     }
 
     /// Runs `change` in one transaction.
-    fn change<T>(
-        &mut self,
-        change: impl FnOnce(&Transaction<'_>) -> rusqlite::Result<T>,
-    ) -> Result<T, QueueError> {
+    fn change<T>(&mut self, change: impl FnOnce(&Transaction<'_>) -> rusqlite::Result<T>) -> Result<T, QueueError> {
         let path = &self.path;
         let error = |source| QueueError::Sqlite { path: path.clone(), source };
-        let transaction =
-            self.connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(error)?;
+        let transaction = self.connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(error)?;
         let result = change(&transaction).map_err(error)?;
         transaction.commit().map_err(error)?;
         Ok(result)
@@ -223,10 +219,8 @@ impl Store {
     pub fn remove(&mut self, id: i64) -> Result<(), QueueError> {
         self.job(id)?;
         let removed = self.change(|transaction| {
-            transaction.execute(
-                "DELETE FROM jobs WHERE id = ?1 AND state NOT IN ('starting', 'running', 'stopping')",
-                [id],
-            )
+            transaction
+                .execute("DELETE FROM jobs WHERE id = ?1 AND state NOT IN ('starting', 'running', 'stopping')", [id])
         })?;
         if removed == 0 {
             return Err(QueueError::Refused(format!(
@@ -278,11 +272,12 @@ pub fn local_offset(at: i64) -> i64 {
         static MEMORY: Option<Connection> = Connection::open_in_memory().ok();
     }
     let sql = "SELECT CAST(strftime('%s', ?1, 'unixepoch', 'localtime') AS INTEGER) - ?1";
-    MEMORY.with(|memory| {
-        let connection = memory.as_ref()?;
-        connection.prepare_cached(sql).ok()?.query_row([at], |row| row.get(0)).ok()
-    })
-    .unwrap_or(0)
+    MEMORY
+        .with(|memory| {
+            let connection = memory.as_ref()?;
+            connection.prepare_cached(sql).ok()?.query_row([at], |row| row.get(0)).ok()
+        })
+        .unwrap_or(0)
 }
 
 fn job(row: &Row<'_>) -> rusqlite::Result<Job> {

@@ -86,7 +86,8 @@ pub fn instant(text: &str, offset: Offset<'_>) -> Option<i64> {
         Some(at) => {
             let sign = if rest.as_bytes()[at] == b'+' { 1 } else { -1 };
             let zone = &rest[at + 1..];
-            let zone = if zone.contains(':') { zone.to_owned() } else { format!("{}:{}", zone.get(..2)?, zone.get(2..)?) };
+            let zone =
+                if zone.contains(':') { zone.to_owned() } else { format!("{}:{}", zone.get(..2)?, zone.get(2..)?) };
             Some(begin + clock(rest[..at].trim())? - sign * clock(&zone)?)
         }
         None => Some(of_local(begin + clock(rest)?, offset)),
