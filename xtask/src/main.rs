@@ -1,6 +1,6 @@
 //! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
-//! equality | exports | gpu | overlap | pictures | slow-links | soak | traces | validate |
-//! verdicts`.
+//! equality | exports | gpu | manifests | overlap | pictures | slow-links | slurm | soak | traces |
+//! validate | verdicts`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -17,10 +17,12 @@ mod equality;
 mod exports;
 mod gpu;
 mod lexer;
+mod manifests;
 mod markdown;
 mod overlap;
 mod pictures;
 mod slow_links;
+mod slurm;
 mod soak;
 mod test;
 mod tidy;
@@ -72,11 +74,17 @@ enum Chore {
     /// Everything that needs a GPU: conformance, accuracy, speed; with --compile every kernel by
     /// NVRTC, without one.
     Gpu(gpu::Options),
+    /// Check what `trainyard submit` writes for Kubernetes and SkyPilot against their schemas, from
+    /// PyPI.
+    Manifests(manifests::Options),
     /// Draw the pictures of the documentation from what the code computes.
     Pictures(pictures::Options),
     /// Train over a slow cable between two network namespaces by every way of sending less, with
     /// PyTorch beside it.
     SlowLinks(slow_links::Options),
+    /// Submit runs to a real Slurm of two nodes on this machine, with a time limit that is too short:
+    /// they are requeued and end with the same weights.
+    Slurm(slurm::Options),
     /// Train half a million tiny steps on one rank and on rank threads, and hold the growth of
     /// resident memory to its bar.
     Soak(soak::Options),
@@ -104,8 +112,10 @@ fn main() -> ExitCode {
         Chore::Equality(options) => equality::run(&root, &options),
         Chore::Exports(options) => exports::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
+        Chore::Manifests(options) => manifests::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
         Chore::SlowLinks(options) => slow_links::run(&root, &options),
+        Chore::Slurm(options) => slurm::run(&root, &options),
         Chore::Soak(options) => soak::run(&root, &options),
         Chore::Traces(options) => traces::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),

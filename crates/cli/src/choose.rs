@@ -63,7 +63,7 @@ fn base(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Base 
     let ranks = match (inputs.processes, &profile.machine.gpu) {
         (Some(count), _) => count..=count,
         (None, Some(gpu)) => 1..=model.max(gpu.count as usize),
-        (None, None) => 1..=model.max(Inputs::of_this_machine().cores),
+        (None, None) => 1..=model.max(inputs.cores),
     };
     Base {
         global_batch: resolved.batch.global,

@@ -15,7 +15,7 @@ mod output;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
     advise, bench, calibrate, completions, config, dash, data, doctor, eval, export, generate, launch, plan, program,
-    report, runs, supervise, tokenizer, top, trace, train,
+    queue, report, runs, submit, supervise, tokenizer, top, trace, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -53,6 +53,9 @@ enum Command {
     Top(top::Args),
     Report(report::Args),
     Runs(runs::Args),
+    #[command(subcommand)]
+    Queue(queue::Command),
+    Submit(Box<submit::Args>),
     #[command(subcommand)]
     Bench(bench::Command),
     Completions(completions::Args),
@@ -101,6 +104,8 @@ fn main() -> ExitCode {
         Command::Top(args) => top::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Report(args) => report::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Runs(args) => runs::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Queue(command) => queue::run(&command),
+        Command::Submit(args) => submit::run(&args),
         Command::Bench(command) => bench::run(&command, process_start).map(|()| ExitCode::SUCCESS),
         Command::Completions(args) => completions::run(&args, Cli::command()).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => completions::man(&args, Cli::command()).map(|()| ExitCode::SUCCESS),

@@ -773,7 +773,12 @@ fn skip_note(step: u64, outcome: &StepOutcome, scale: f64) -> String {
 fn report(events: Vec<Event>, progress: &mut dyn Progress) {
     for event in events {
         match event {
-            Event::Written(written) => progress.note(&format!("checkpoint written: {}", written.path.display())),
+            Event::Written(written) => {
+                progress.note(&format!("checkpoint written: {}", written.path.display()));
+                if let Err(error) = written.keep_time() {
+                    progress.note(&warning(format_args!("the time of the checkpoint is not kept: {error}")));
+                }
+            }
             Event::Best { step, loss } => progress.note(&format!("best so far: loss {loss:.4} at step {step}")),
         }
     }

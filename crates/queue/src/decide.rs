@@ -57,6 +57,8 @@ pub struct JobPlan {
     pub cost: Option<f64>,
     /// The cost if it ran at once, as fast as possible.
     pub cost_at_once: Option<f64>,
+    /// A bound below the cost of every schedule that keeps the deadline.
+    pub cost_least: Option<f64>,
     /// Sentences for the user.
     pub notes: Vec<String>,
 }
@@ -123,6 +125,15 @@ pub fn decide(now: i64, jobs: &[Job], curves: &Curves, machine: &Machine) -> Dec
         decision.plans.push(planner.shown(&plan, notes));
     }
     decision
+}
+
+/// The words for a job that its user holds back.
+fn held(job: &Job) -> Option<&'static str> {
+    match (job.is_cancelled, job.is_paused) {
+        (true, _) => Some("it is cancelled"),
+        (false, true) => Some("it is paused"),
+        (false, false) => None,
+    }
 }
 
 /// The cores of the job's process.
@@ -219,8 +230,8 @@ impl Planner<'_> {
     fn plan(&self, used: &[u32]) -> (Plan, Vec<String>) {
         let job = self.job;
         let nothing = Plan { shapes: vec![None; self.grid.len()], ..Plan::default() };
-        if job.is_paused {
-            return (nothing, vec!["it is paused".to_owned()]);
+        if let Some(why) = held(job) {
+            return (nothing, vec![why.to_owned()]);
         }
         let (costs, mut notes) = match self.costs() {
             Ok(Some((costs, notes))) => (Some(costs), notes),
@@ -249,7 +260,8 @@ impl Planner<'_> {
         }
         let running = job.shape.filter(|_| job.state == State::Running);
         let Some((left, speeds)) = known else {
-            notes.push("its speed is not known yet, so it runs as soon as it can, to measure it".to_owned());
+            let unknown = if job.left().is_none() { "the number of its steps" } else { "its speed" };
+            notes.push(format!("{unknown} is not known yet, so it runs as soon as it can"));
             let shapes = &job.request.shapes;
             let speeds: Vec<Speed> =
                 shapes.iter().map(|shape| Speed { cores: shape.cores, rate: UNKNOWN_RATE }).collect();
@@ -283,8 +295,8 @@ impl Planner<'_> {
     }
 
     fn stop_reason(&self, plan: &Plan, wanted: Option<usize>) -> String {
-        if self.job.is_paused {
-            return "it is paused".to_owned();
+        if let Some(why) = held(self.job) {
+            return why.to_owned();
         }
         if let Some(shape) = wanted {
             return format!("it goes on on {}", self.job.request.shapes[shape].words);
@@ -309,27 +321,181 @@ impl Planner<'_> {
             last.1 = last.1.min(ends);
         }
         let costs = self.costs().ok().flatten().filter(|_| plan.ends.is_some());
-        let at_once = costs.zip(self.job.left().zip(self.job.speeds())).map(|((costs, _), (left, speeds))| {
-            let slots: Vec<Slot> = self
-                .grid
-                .iter()
-                .zip(costs)
-                .map(|((from, to), cost)| {
-                    let cores = self.machine.cores.max(self.fewest());
-                    Slot { start: *from, seconds: (to - from) as f64, cost, cores }
-                })
-                .collect();
+        let compared = costs.zip(self.job.left().zip(self.job.speeds())).map(|((costs, _), (left, speeds))| {
+            let cores = self.machine.cores.max(self.fewest());
+            let slot = |((from, to), cost): (&(i64, i64), f64)| Slot {
+                start: *from,
+                seconds: (to - from) as f64,
+                cost,
+                cores,
+            };
+            let slots: Vec<Slot> = self.grid.iter().zip(costs).map(slot).collect();
             let running = self.job.shape.filter(|_| self.job.state == State::Running);
             let work = (left * (1.0 + MARGIN)).max(speeds[0].rate);
-            schedule::soonest(&slots, &speeds, Demand { work, start_s: self.job.start_s(), running }).cost
+            let at_once =
+                schedule::soonest(&slots, &speeds, Demand { work, start_s: self.job.start_s(), running }).cost;
+            let until = horizon(self.job);
+            let in_time: Vec<Slot> = slots.into_iter().filter(|slot| slot.start < until).collect();
+            (at_once, schedule::least_cost(&in_time, &speeds, work))
         });
         JobPlan {
             job: self.job.id,
             slots,
             ends: plan.ends,
-            cost: at_once.map(|_| plan.cost),
-            cost_at_once: at_once,
+            cost: compared.map(|_| plan.cost),
+            cost_at_once: compared.map(|(at_once, _)| at_once),
+            cost_least: compared.and_then(|(_, least)| least),
             notes,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::testing::job;
+    use crate::job::{Process, Shape};
+    use std::collections::BTreeMap;
+
+    /// 2026-11-25 00:00 UTC.
+    const MIDNIGHT: i64 = 1_795_564_800;
+    const HOUR: i64 = 3600;
+
+    fn machine(cores: u32) -> Machine {
+        Machine { cores, others: Some(0.0), pressure: BTreeMap::new() }
+    }
+
+    fn shapes(rates: &[(u32, f64)]) -> Vec<Shape> {
+        let shape = |(cores, rate): &(u32, f64)| Shape {
+            cores: *cores,
+            sets: Vec::new(),
+            words: format!("{cores} ranks"),
+            rate: Some(*rate),
+        };
+        rates.iter().map(shape).collect()
+    }
+
+    fn running(job: &mut Job, shape: usize) {
+        job.state = State::Running;
+        job.shape = Some(shape);
+        job.process = Some(Process { pid: 7, started: 1 });
+    }
+
+    /// A day that is cheap from 3 to 5 in the morning.
+    fn night() -> Curves {
+        let line = |hour: i64| {
+            let price = if (3..5).contains(&(hour % 24)) { 1.0 } else { 9.0 };
+            format!("{},{price}\n", rfc3339(MIDNIGHT + HOUR * hour))
+        };
+        let text: String = (0..48).map(line).collect();
+        let curve = Curve::parse(&text, Path::new("prices.csv"), &|_| 0).map_err(|error| error.to_string());
+        Curves::from([(PathBuf::from("prices.csv"), curve)])
+    }
+
+    fn starts(decision: &Decision) -> Vec<(i64, usize)> {
+        let start = |action: &Action| match action {
+            Action::Start { job, shape, .. } => Some((*job, *shape)),
+            Action::Interrupt { .. } => None,
+        };
+        decision.actions.iter().filter_map(start).collect()
+    }
+
+    fn interrupts(decision: &Decision) -> Vec<i64> {
+        let interrupt = |action: &Action| match action {
+            Action::Interrupt { job, .. } => Some(*job),
+            Action::Start { .. } => None,
+        };
+        decision.actions.iter().filter_map(interrupt).collect()
+    }
+
+    #[test]
+    fn jobs_without_a_curve_run_at_once_and_share_the_cores() {
+        let mut first = job(1, shapes(&[(1, 1.0), (2, 1.9)]));
+        let second = job(2, shapes(&[(1, 1.0)]));
+        let both = decide(MIDNIGHT, &[first.clone(), second.clone()], &Curves::new(), &machine(3));
+        assert_eq!(starts(&both), [(1, 1), (2, 0)]);
+        let first_only = decide(MIDNIGHT, &[first.clone(), second.clone()], &Curves::new(), &machine(2));
+        assert_eq!(starts(&first_only), [(1, 1)]);
+        // The second one comes first by its priority, and the first one makes room for it.
+        running(&mut first, 1);
+        let mut urgent = second;
+        urgent.request.priority = 5;
+        let decision = decide(MIDNIGHT, &[first.clone(), urgent.clone()], &Curves::new(), &machine(2));
+        assert_eq!((interrupts(&decision), starts(&decision)), (vec![1], vec![]));
+        assert!(decision.plans[0].notes[0].contains("waits for cores"), "{decision:?}");
+        // Once it has stopped both run, on a core each.
+        first.state = State::Waiting;
+        let decision = decide(MIDNIGHT, &[first, urgent], &Curves::new(), &machine(2));
+        assert_eq!(starts(&decision), [(2, 0), (1, 0)]);
+    }
+
+    #[test]
+    fn a_job_with_prices_waits_for_the_night_unless_its_deadline_presses() {
+        let mut job = job(1, shapes(&[(1, 1.0)]));
+        (job.request.price, job.request.work) = (Some("prices.csv".into()), Some(1800.0));
+        job.added = MIDNIGHT;
+        let decision = decide(MIDNIGHT, &[job.clone()], &night(), &machine(1));
+        assert_eq!(starts(&decision), []);
+        let plan = &decision.plans[0];
+        assert_eq!(plan.slots[0].0, MIDNIGHT + 3 * HOUR, "{plan:?}");
+        assert!(plan.cost.unwrap() < 0.2 * plan.cost_at_once.unwrap(), "{plan:?}");
+        assert!(plan.cost_least.unwrap() <= plan.cost.unwrap(), "{plan:?}");
+        let night_time = decide(MIDNIGHT + 3 * HOUR, &[job.clone()], &night(), &machine(1));
+        assert_eq!(starts(&night_time), [(1, 0)]);
+        // A job that runs at a dear hour stops.
+        running(&mut job, 0);
+        let dear = decide(MIDNIGHT + 8 * HOUR, &[job.clone()], &night(), &machine(1));
+        assert_eq!(interrupts(&dear), [1]);
+        job.state = State::Waiting;
+        job.request.deadline = Some(MIDNIGHT + HOUR);
+        assert_eq!(starts(&decide(MIDNIGHT + 600, &[job.clone()], &night(), &machine(1))), [(1, 0)]);
+        // Too late is said, and it runs at once.
+        job.request.work = Some(7200.0);
+        let late = decide(MIDNIGHT, &[job.clone()], &night(), &machine(1));
+        assert_eq!(starts(&late), [(1, 0)]);
+        assert!(late.plans[0].notes[0].starts_with("it cannot be done by 2026-11-25T01:00:00Z"), "{late:?}");
+        // A curve that cannot be read holds the job back and says why.
+        job.request.price = Some("gone.csv".into());
+        let decision = decide(MIDNIGHT, &[job], &night(), &machine(1));
+        assert!(starts(&decision).is_empty() && decision.plans[0].notes[0].contains("gone.csv was not read"));
+    }
+
+    #[test]
+    fn unknown_speeds_are_measured_first() {
+        let mut job = job(1, shapes(&[(2, 1.0)]));
+        job.request.shapes[0].rate = None;
+        job.request.price = Some("prices.csv".into());
+        let decision = decide(MIDNIGHT, &[job.clone()], &night(), &machine(2));
+        assert_eq!(starts(&decision), [(1, 0)]);
+        assert!(decision.plans[0].notes[0].contains("its speed is not known yet"), "{decision:?}");
+        running(&mut job, 0);
+        job.measured = Some((0, 1.0));
+        assert_eq!(interrupts(&decide(MIDNIGHT, &[job], &night(), &machine(2))), [1]);
+    }
+
+    #[test]
+    fn what_is_held_back_stops_and_what_does_not_stop_is_asked_again() {
+        let mut job = job(1, shapes(&[(1, 1.0)]));
+        running(&mut job, 0);
+        (job.request.idle_below, job.since) = (Some(20.0), MIDNIGHT);
+        let ask = |job: &Job, now: i64, machine: &Machine| interrupts(&decide(now, &[job.clone()], &Curves::new(), machine));
+        assert_eq!(ask(&job, MIDNIGHT, &machine(1)), []);
+        assert_eq!(ask(&job, MIDNIGHT, &Machine { others: Some(30.0), ..machine(1) }), [1]);
+        job.request.idle_below = None;
+        for held in [Job { is_paused: true, ..job.clone() }, Job { is_cancelled: true, ..job.clone() }] {
+            assert_eq!(ask(&held, MIDNIGHT, &machine(1)), [1]);
+            let waits = Job { state: State::Waiting, ..held };
+            assert!(decide(MIDNIGHT, &[waits], &Curves::new(), &machine(1)).actions.is_empty());
+        }
+        job.state = State::Stopping;
+        assert_eq!(ask(&job, MIDNIGHT + STOP_PATIENCE_S, &machine(1)), []);
+        assert_eq!(ask(&job, MIDNIGHT + STOP_PATIENCE_S + 1, &machine(1)), [1]);
+    }
+
+    #[test]
+    fn a_job_larger_than_the_machine_runs_alone() {
+        let large = job(1, shapes(&[(8, 1.0)]));
+        let small = job(2, shapes(&[(1, 1.0)]));
+        assert_eq!(starts(&decide(MIDNIGHT, &[large, small], &Curves::new(), &machine(2))), [(1, 0)]);
     }
 }

@@ -19,12 +19,21 @@ pub enum State {
     Done,
     /// It ended with an error that would come again.
     Failed,
+    /// It was given up by its user; its run stays.
+    Cancelled,
 }
 
 impl State {
     /// All states.
-    pub const ALL: [State; 6] =
-        [State::Waiting, State::Starting, State::Running, State::Stopping, State::Done, State::Failed];
+    pub const ALL: [State; 7] = [
+        State::Waiting,
+        State::Starting,
+        State::Running,
+        State::Stopping,
+        State::Done,
+        State::Failed,
+        State::Cancelled,
+    ];
 
     /// The state's name, in the store and in lists.
     pub fn name(self) -> &'static str {
@@ -35,6 +44,7 @@ impl State {
             State::Stopping => "stopping",
             State::Done => "done",
             State::Failed => "failed",
+            State::Cancelled => "cancelled",
         }
     }
 
@@ -45,7 +55,7 @@ impl State {
 
     /// True if nothing is left to do.
     pub fn is_over(self) -> bool {
-        matches!(self, State::Done | State::Failed)
+        matches!(self, State::Done | State::Failed | State::Cancelled)
     }
 }
 
@@ -128,6 +138,8 @@ pub struct Job {
     pub why: String,
     /// True if it must not run until it is resumed.
     pub is_paused: bool,
+    /// True if it is to end at its next step, for good.
+    pub is_cancelled: bool,
     /// The shape in which it was last started.
     pub shape: Option<usize>,
     /// Its process.
@@ -177,5 +189,74 @@ impl Job {
             None => 1.0,
         };
         shapes.iter().map(|shape| Some(Speed { cores: shape.cores, rate: scale * shape.rate? })).collect()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// A waiting job of 3,600 steps.
+    pub(crate) fn job(id: i64, shapes: Vec<Shape>) -> Job {
+        Job {
+            id,
+            request: request(&format!("run-{id}"), shapes),
+            added: 0,
+            state: State::Waiting,
+            since: 0,
+            why: "added".to_owned(),
+            is_paused: false,
+            is_cancelled: false,
+            shape: None,
+            process: None,
+            done: 0.0,
+            done_at_start: 0.0,
+            measured: None,
+            start_s: Some(0.0),
+            starts: 0,
+            crashes: 0,
+            not_before: 0,
+        }
+    }
+
+    /// A request of 3,600 steps.
+    pub(crate) fn request(name: &str, shapes: Vec<Shape>) -> Request {
+        Request {
+            name: name.to_owned(),
+            folder: "/jobs".into(),
+            run: PathBuf::from("/jobs/runs").join(name),
+            config: "[training]\nsteps = 3600\n".to_owned(),
+            sets: vec!["training.seed=2".to_owned()],
+            priority: 0,
+            deadline: None,
+            price: None,
+            carbon: None,
+            idle_below: None,
+            work: Some(3600.0),
+            unit: Unit::Steps,
+            shapes,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::job;
+    use super::*;
+
+    #[test]
+    fn a_measured_shape_scales_the_others() {
+        let shape = |cores: u32, rate: Option<f64>| Shape { cores, sets: Vec::new(), words: String::new(), rate };
+        let mut predicted = job(1, vec![shape(1, Some(10.0)), shape(2, Some(18.0))]);
+        let rates = |job: &Job| job.speeds().map(|speeds| speeds.iter().map(|speed| speed.rate).collect::<Vec<_>>());
+        assert_eq!(rates(&predicted), Some(vec![10.0, 18.0]));
+        predicted.measured = Some((1, 9.0));
+        assert_eq!(rates(&predicted), Some(vec![5.0, 9.0]));
+        let mut unknown = job(2, vec![shape(2, None)]);
+        assert_eq!(rates(&unknown), None);
+        unknown.measured = Some((0, 4.0));
+        assert_eq!(rates(&unknown), Some(vec![4.0]));
+        (unknown.done, unknown.start_s) = (3000.0, None);
+        assert_eq!((unknown.left(), unknown.start_s()), (Some(600.0), START_S));
     }
 }

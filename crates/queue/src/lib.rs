@@ -2,20 +2,28 @@
 //! clean, by priority and deadline, on as many cores as pay.
 //!
 //! - [`store`] keeps the jobs in one SQLite file. Every change of a job is one transaction.
+//! - [`cluster`] writes runs for Slurm, Kubernetes and SkyPilot.
 //! - [`curve`] reads prices or carbon intensities over time from CSV.
 //! - [`schedule`] is the pure scheduler: slots of time, shapes of a job, and the work that is left.
 //! - [`decide`] turns the jobs and the machine into actions, on whatever clock it is given.
 //! - [`machine`] says how much others use of the machine.
+//! - [`process`] starts and stops a job's process and knows whether it is alive.
+//! - [`progress`] reads how far a run is from its folder.
+//! - [`daemon`] looks at the jobs, decides and acts, again and again.
 //!
 //! Nothing here knows tensors, models or the engine. A job is work, shapes (cores and work per
 //! second), and a command that can be stopped at a step boundary and resumed.
 
 #![forbid(unsafe_code)]
 
+pub mod cluster;
 pub mod curve;
+pub mod daemon;
 pub mod decide;
 pub mod job;
 pub mod machine;
+pub mod process;
+pub mod progress;
 pub mod schedule;
 pub mod store;
 pub mod time;

@@ -194,6 +194,65 @@ fn finish(slots: &[Slot], shapes: &[Speed], demand: Demand, mut chosen: Vec<Opti
     plan
 }
 
+/// The shapes on the concave hull of work over cores, which begins at no cores and no work.
+fn hull(shapes: &[Speed]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..shapes.len()).collect();
+    order.sort_by(|a, b| {
+        let (a, b) = (&shapes[*a], &shapes[*b]);
+        a.cores.cmp(&b.cores).then(b.rate.total_cmp(&a.rate))
+    });
+    let mut on: Vec<usize> = Vec::new();
+    for index in order {
+        let shape = shapes[index];
+        if on.last().is_some_and(|last| shapes[*last].rate >= shape.rate) {
+            continue;
+        }
+        while let Some(last) = on.last() {
+            let last = shapes[*last];
+            let before = if on.len() > 1 { shapes[on[on.len() - 2]] } else { Speed { cores: 0, rate: 0.0 } };
+            let slope = |a: Speed, b: Speed| (b.rate - a.rate) / f64::from(b.cores - a.cores);
+            if slope(before, last) > slope(last, shape) {
+                break;
+            }
+            on.pop();
+        }
+        on.push(index);
+    }
+    on
+}
+
+/// The least cost of any schedule that may stop anywhere and whose starts are free: steps in the
+/// order of cost per work, the last one in part. No schedule is cheaper. None if the work cannot be
+/// done within the slots.
+pub fn least_cost(slots: &[Slot], shapes: &[Speed], mut work: f64) -> Option<f64> {
+    let mut steps = Vec::new();
+    for slot in slots {
+        let mut before = Speed { cores: 0, rate: 0.0 };
+        for index in hull(shapes) {
+            let shape = shapes[index];
+            if shape.cores > slot.cores {
+                break;
+            }
+            let rate = shape.rate - before.rate;
+            let cost = f64::from(shape.cores - before.cores) * slot.cost * slot.seconds;
+            steps.push((cost, rate * slot.seconds));
+            before = shape;
+        }
+    }
+    steps.sort_by(|a, b| (a.0 / a.1).total_cmp(&(b.0 / b.1)));
+    let rounding = ROUNDING * work;
+    let mut sum = 0.0;
+    for (cost, done) in steps {
+        let share = (work / done).min(1.0);
+        sum += share * cost;
+        work -= share * done;
+        if work <= rounding {
+            return Some(sum);
+        }
+    }
+    None
+}
+
 struct Problem<'a> {
     slots: &'a [Slot],
     shapes: &'a [Speed],
@@ -398,64 +457,6 @@ mod tests {
         assert_eq!(plan.cost, 3600.0 * (2.0 + 3.0));
         let plan = soonest(&slots, &speeds(&[(1, 1.0), (2, 2.0)]), demand(3.0 * 3600.0, 60.0));
         assert_eq!(plan.shapes, [None, Some(0), Some(1)]);
-    }
-
-    /// The shapes on the concave hull of work over cores, which begins at no cores and no work.
-    fn hull(shapes: &[Speed]) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..shapes.len()).collect();
-        order.sort_by(|a, b| {
-            let (a, b) = (&shapes[*a], &shapes[*b]);
-            a.cores.cmp(&b.cores).then(b.rate.total_cmp(&a.rate))
-        });
-        let mut on: Vec<usize> = Vec::new();
-        for index in order {
-            let shape = shapes[index];
-            if on.last().is_some_and(|last| shapes[*last].rate >= shape.rate) {
-                continue;
-            }
-            while let Some(last) = on.last() {
-                let last = shapes[*last];
-                let before = if on.len() > 1 { shapes[on[on.len() - 2]] } else { Speed { cores: 0, rate: 0.0 } };
-                let slope = |a: Speed, b: Speed| (b.rate - a.rate) / f64::from(b.cores - a.cores);
-                if slope(before, last) > slope(last, shape) {
-                    break;
-                }
-                on.pop();
-            }
-            on.push(index);
-        }
-        on
-    }
-
-    /// The least cost of any schedule that may stop anywhere and whose starts are free: steps in the
-    /// order of cost per work, the last one in part. No schedule is cheaper.
-    fn least_cost(slots: &[Slot], shapes: &[Speed], mut work: f64) -> Option<f64> {
-        let mut steps = Vec::new();
-        for slot in slots {
-            let mut before = Speed { cores: 0, rate: 0.0 };
-            for index in hull(shapes) {
-                let shape = shapes[index];
-                if shape.cores > slot.cores {
-                    break;
-                }
-                let rate = shape.rate - before.rate;
-                let cost = f64::from(shape.cores - before.cores) * slot.cost * slot.seconds;
-                steps.push((cost, rate * slot.seconds));
-                before = shape;
-            }
-        }
-        steps.sort_by(|a, b| (a.0 / a.1).total_cmp(&(b.0 / b.1)));
-        let rounding = 1e-9 * work;
-        let mut sum = 0.0;
-        for (cost, done) in steps {
-            let share = (work / done).min(1.0);
-            sum += share * cost;
-            work -= share * done;
-            if work <= rounding {
-                return Some(sum);
-            }
-        }
-        None
     }
 
     /// The least cost by trying every schedule of whole slots, with the same rules for starts.

@@ -21,6 +21,7 @@ CREATE TABLE jobs (
     config TEXT NOT NULL, sets TEXT NOT NULL, priority INTEGER NOT NULL, deadline INTEGER, price TEXT, carbon TEXT,
     idle_below REAL, work REAL, unit TEXT NOT NULL, shapes TEXT NOT NULL, added INTEGER NOT NULL,
     state TEXT NOT NULL, since INTEGER NOT NULL, why TEXT NOT NULL, is_paused INTEGER NOT NULL DEFAULT 0,
+    is_cancelled INTEGER NOT NULL DEFAULT 0,
     shape INTEGER, pid INTEGER, pid_started INTEGER, done REAL NOT NULL DEFAULT 0, done_at_start REAL NOT NULL DEFAULT 0,
     measured_shape INTEGER, measured_rate REAL, start_s REAL, starts INTEGER NOT NULL DEFAULT 0,
     crashes INTEGER NOT NULL DEFAULT 0, not_before INTEGER NOT NULL DEFAULT 0
@@ -118,7 +119,7 @@ impl Store {
         let added = self.change(|transaction| {
             let other: Option<i64> = transaction
                 .query_row(
-                    "SELECT id FROM jobs WHERE run = ?1 AND state NOT IN ('done', 'failed')",
+                    "SELECT id FROM jobs WHERE run = ?1 AND state NOT IN ('done', 'failed', 'cancelled')",
                     [&run],
                     |row| row.get(0),
                 )
@@ -194,7 +195,10 @@ impl Store {
     pub fn pause(&mut self, id: i64, is_paused: bool, now: i64) -> Result<(), QueueError> {
         let job = self.job(id)?;
         match (job.state, is_paused) {
-            (State::Done, _) => return Err(QueueError::Refused(format!("job {id} is done"))),
+            (State::Done | State::Cancelled, _) => {
+                return Err(QueueError::Refused(format!("job {id} is {}", job.state.name())));
+            }
+            _ if job.is_cancelled => return Err(QueueError::Refused(format!("job {id} is cancelled"))),
             (State::Failed, true) => {
                 return Err(QueueError::Refused(format!("job {id} has failed: {}", job.why)));
             }
@@ -211,27 +215,46 @@ impl Store {
         })
     }
 
-    /// Removes a job that does not run. Its run stays.
+    /// Gives a job up. One that may be alive ends at its next step, others at once. The run stays.
     ///
     /// # Errors
     ///
-    /// There is none of that number, or its process may be alive.
-    pub fn remove(&mut self, id: i64) -> Result<(), QueueError> {
-        self.job(id)?;
-        let removed = self.change(|transaction| {
-            transaction
-                .execute("DELETE FROM jobs WHERE id = ?1 AND state NOT IN ('starting', 'running', 'stopping')", [id])
-        })?;
-        if removed == 0 {
-            return Err(QueueError::Refused(format!(
-                "job {id} is running: `trainyard queue pause {id}` stops it at its next step; remove it then"
-            )));
+    /// There is none of that number, or it is over.
+    pub fn cancel(&mut self, id: i64, now: i64) -> Result<Job, QueueError> {
+        let job = self.job(id)?;
+        if matches!(job.state, State::Done | State::Cancelled) {
+            return Err(QueueError::Refused(format!("job {id} is {} already", job.state.name())));
         }
-        Ok(())
+        self.change(|transaction| {
+            transaction.execute("UPDATE jobs SET is_cancelled = 1 WHERE id = ?1", [id])?;
+            transaction.execute(
+                "UPDATE jobs SET state = 'cancelled', since = ?2, why = 'cancelled' \
+                 WHERE id = ?1 AND state IN ('waiting', 'failed')",
+                params![id, now],
+            )
+        })?;
+        self.job(id)
     }
 
-    /// Writes what the daemon knows of a job. Returns false if it was removed meanwhile. What
-    /// commands change (whether it is paused) stays as it is.
+    /// The number of the job that `text` names: by its number, or by its run's name, of which the
+    /// newest counts.
+    ///
+    /// # Errors
+    ///
+    /// There is none.
+    pub fn find(&self, text: &str) -> Result<i64, QueueError> {
+        if let Ok(id) = text.parse() {
+            return self.job(id).map(|job| job.id);
+        }
+        let jobs = self.jobs()?;
+        let named = jobs.iter().rev().find(|job| job.request.name == text);
+        named.map(|job| job.id).ok_or_else(|| {
+            QueueError::Refused(format!("there is no job {text:?}: `trainyard queue list --all` lists them"))
+        })
+    }
+
+    /// Writes what the daemon knows of a job. Returns false if there is none of its number. What
+    /// commands change (that it is paused or cancelled) stays as it is.
     ///
     /// # Errors
     ///
@@ -325,6 +348,7 @@ fn job(row: &Row<'_>) -> rusqlite::Result<Job> {
         since: row.get("since")?,
         why: row.get("why")?,
         is_paused: row.get("is_paused")?,
+        is_cancelled: row.get("is_cancelled")?,
         shape: index("shape")?,
         process: pid.zip(pid_started).map(|(pid, started)| Process { pid, started: started as u64 }),
         done: row.get("done")?,
@@ -335,4 +359,92 @@ fn job(row: &Row<'_>) -> rusqlite::Result<Job> {
         crashes: row.get("crashes")?,
         not_before: row.get("not_before")?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::Shape;
+    use crate::job::testing::request;
+
+    fn shapes() -> Vec<Shape> {
+        vec![Shape { cores: 2, sets: vec!["compute.threads=2".to_owned()], words: "1 rank".to_owned(), rate: Some(0.1) }]
+    }
+
+    #[test]
+    fn a_job_comes_back_as_it_was_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Store::open(folder.path()).err().unwrap().to_string();
+        assert!(error.contains("`trainyard queue add c.toml` makes it"), "{error}");
+        let mut store = Store::create(folder.path()).unwrap();
+        let mut asked = request("a", shapes());
+        (asked.priority, asked.deadline, asked.idle_below) = (-3, Some(99), Some(12.5));
+        (asked.price, asked.carbon) = (Some("/p.csv".into()), Some("/c.csv".into()));
+        let id = store.add(&asked, 5).unwrap();
+        let mut job = store.job(id).unwrap();
+        assert_eq!((&job.request, job.added, job.state), (&asked, 5, State::Waiting));
+        (job.state, job.why, job.since) = (State::Running, "starts".to_owned(), 7);
+        (job.shape, job.process) = (Some(0), Some(Process { pid: 4_000_000, started: 1 << 60 }));
+        (job.done, job.done_at_start, job.measured, job.start_s) = (3.5, 1.0, Some((0, 0.25)), Some(2.0));
+        (job.starts, job.crashes, job.not_before) = (2, 1, 11);
+        assert!(store.update(&job).unwrap());
+        drop(store);
+        let store = Store::open(folder.path()).unwrap();
+        assert_eq!(store.jobs().unwrap(), [job]);
+    }
+
+    #[test]
+    fn jobs_are_found_paused_and_cancelled() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::create(folder.path()).unwrap();
+        let first = store.add(&request("a", shapes()), 0).unwrap();
+        let error = store.add(&request("a", shapes()), 0).unwrap_err().to_string();
+        assert!(error.contains("job 1 is to train /jobs/runs/a: give this one another name"), "{error}");
+        let second = store.add(&request("b", shapes()), 0).unwrap();
+        assert_eq!((store.find("b").unwrap(), store.find("1").unwrap()), (second, first));
+        for (text, says) in [("c", "there is no job \"c\""), ("9", "there is no job 9: there are 1, 2")] {
+            let error = store.find(text).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+        store.pause(first, true, 1).unwrap();
+        assert!(store.job(first).unwrap().is_paused);
+        // A daemon that has read the job before writes nothing over that.
+        store.update(&crate::job::Job { is_paused: false, ..store.job(first).unwrap() }).unwrap();
+        assert!(store.job(first).unwrap().is_paused);
+        store.pause(first, false, 2).unwrap();
+        assert!(!store.job(first).unwrap().is_paused);
+
+        let mut failed = store.job(second).unwrap();
+        (failed.state, failed.crashes, failed.why) = (State::Failed, 4, "no room".to_owned());
+        store.update(&failed).unwrap();
+        let error = store.pause(second, true, 3).unwrap_err().to_string();
+        assert!(error.contains("job 2 has failed: no room"), "{error}");
+        store.pause(second, false, 4).unwrap();
+        let again = store.job(second).unwrap();
+        assert_eq!((again.state, again.crashes, again.since), (State::Waiting, 0, 4));
+
+        assert_eq!(store.cancel(second, 5).unwrap().state, State::Cancelled);
+        let error = store.cancel(second, 6).unwrap_err().to_string();
+        assert!(error.contains("job 2 is cancelled already"), "{error}");
+        assert!(store.pause(second, false, 7).unwrap_err().to_string().contains("job 2 is cancelled"));
+        let mut alive = store.job(first).unwrap();
+        alive.state = State::Running;
+        store.update(&alive).unwrap();
+        let asked = store.cancel(first, 8).unwrap();
+        assert_eq!((asked.state, asked.is_cancelled), (State::Running, true));
+        // A run's name is free once its job is over.
+        store.add(&request("b", shapes()), 9).unwrap();
+    }
+
+    #[test]
+    fn a_store_of_another_version_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::create(folder.path()).unwrap();
+        store.connection.pragma_update(None, "user_version", 9).unwrap();
+        drop(store);
+        let error = Store::open(folder.path()).err().unwrap().to_string();
+        assert!(error.contains("is of version 9, and this program knows version 1"), "{error}");
+        std::fs::write(folder.path().join(FILE), "no database, but a text that is long enough to be none").unwrap();
+        assert!(Store::open(folder.path()).err().unwrap().to_string().contains("queue.sqlite"));
+    }
 }

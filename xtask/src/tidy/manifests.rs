@@ -13,7 +13,7 @@ const REASONS: &str = "docs/DEPENDENCIES.md";
 
 /// The crates of this workspace that each crate may use: the floors of docs/ARCHITECTURE.md. A new
 /// crate gets a line here.
-const ARROWS: [(&str, &[&str]); 20] = [
+const ARROWS: [(&str, &[&str]); 21] = [
     ("base", &[]),
     ("testing", &[]),
     // Tests compare the kernels with the oracles of `tensor`, which is the only reason for this
@@ -31,6 +31,7 @@ const ARROWS: [(&str, &[&str]); 20] = [
     ("plan", &["base", "tensor", "model", "program", "sim"]),
     ("calibrate", &["base", "tensor", "program", "comm", "engine", "sim"]),
     ("dashboard", &["base"]),
+    ("queue", &[]),
     ("observe", &["base", "program", "record", "sim", "plan"]),
     ("tune", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe"]),
     ("compress", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine"]),
@@ -51,6 +52,7 @@ const ARROWS: [(&str, &[&str]); 20] = [
             "calibrate",
             "dashboard",
             "observe",
+            "queue",
             "tune",
             "compress",
         ],

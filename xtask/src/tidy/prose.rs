@@ -28,6 +28,7 @@ const PLAIN_PROSE_CRATES: &[&str] = &[
     "model",
     "plan",
     "program",
+    "queue",
     "sim",
     "tensor",
     "testing",
@@ -55,6 +56,7 @@ const SHORT_PAGES: &[&str] = &[
     "docs/parallelism.md",
     "docs/planning.md",
     "docs/programs.md",
+    "docs/queue.md",
     "docs/training.md",
 ];
 

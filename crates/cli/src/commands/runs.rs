@@ -145,7 +145,7 @@ fn json(runs: &[Run]) -> Result<String> {
 }
 
 /// Columns with their widths, texts at the left and numbers at the right.
-fn table(columns: &[String], rows: &[Vec<String>]) -> String {
+pub(super) fn table(columns: &[String], rows: &[Vec<String>]) -> String {
     let width = |index: usize| {
         let cells = rows.iter().map(|row| row[index].chars().count());
         cells.chain([columns[index].chars().count()]).max().unwrap_or(0)

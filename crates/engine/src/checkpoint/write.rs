@@ -30,6 +30,22 @@ pub struct Written {
     pub notices: Vec<String>,
 }
 
+impl Written {
+    /// Writes step, bytes and seconds to [`LAST`] in the run's folder: schedulers plan their margins
+    /// by it. It is no part of the checkpoint.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn keep_time(&self) -> std::io::Result<()> {
+        let Some(run) = self.path.parent().and_then(Path::parent) else { return Ok(()) };
+        let text = json!({ "step": self.step, "bytes": self.bytes, "seconds": self.seconds });
+        std::fs::write(run.join(LAST), format!("{text}\n"))
+    }
+}
+
+/// The file in the run's folder about the last checkpoint that was written.
+pub const LAST: &str = "last-checkpoint.json";
+
 /// Sizes of files and of single writes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
