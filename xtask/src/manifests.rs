@@ -75,7 +75,11 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     println!("with a field that no schema has:");
     let (_, noticed) = checked(&spoilt)?;
     let is_met = accepted == DOCUMENTS && noticed == CASES.len();
-    println!("noticed in {noticed} of {} manifests; bar: all of both: {}", CASES.len(), if is_met { "met" } else { "MISSED" });
+    println!(
+        "noticed in {noticed} of {} manifests; bar: all of both: {}",
+        CASES.len(),
+        if is_met { "met" } else { "MISSED" }
+    );
     Ok(is_met)
 }
 

@@ -72,7 +72,8 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
         Ok((fields.get("Restarts").cloned().unwrap_or_default(), began.elapsed().as_secs_f64()))
     };
     submit("trial", TRIAL_STEPS, "10")?;
-    let step_s = steps_of(&work, "trial")?.iter().skip(10).map(|(_, seconds)| seconds).sum::<f64>() / (TRIAL_STEPS - 10) as f64;
+    let step_s =
+        steps_of(&work, "trial")?.iter().skip(10).map(|(_, seconds)| seconds).sum::<f64>() / (TRIAL_STEPS - 10) as f64;
     let steps = (options.seconds / step_s) as u64;
     println!("{:.2} ms a step on two nodes", 1e3 * step_s);
     let (none, whole_s) = submit("whole", steps, "30")?;
@@ -81,9 +82,14 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     let in_order = recorded == (1..=steps).collect::<Vec<_>>();
     let same = tensors(&work, "cut")? == tensors(&work, "whole")?;
     println!("undisturbed: {whole_s:.0} s, {none} restarts");
-    println!("limit of {LIMIT_MIN} min: {cut_s:.0} s, {restarts} restarts, steps 1 to {steps} each once: {in_order}, same weights: {same}");
+    println!(
+        "limit of {LIMIT_MIN} min: {cut_s:.0} s, {restarts} restarts, steps 1 to {steps} each once: {in_order}, same weights: {same}"
+    );
     let met = restarts.parse::<u64>().is_ok_and(|restarts| restarts > 0) && none == "0" && in_order && same;
-    println!("bar: submitted, on 2 nodes, time limit reached, requeued, the bits of an undisturbed run: {}", if met { "met" } else { "MISSED" });
+    println!(
+        "bar: submitted, on 2 nodes, time limit reached, requeued, the bits of an undisturbed run: {}",
+        if met { "met" } else { "MISSED" }
+    );
     Ok(met)
 }
 
@@ -198,7 +204,8 @@ impl Slurm {
             let shown = self.command(Path::new("scontrol")).args(["--oneliner", "show", "job", job]).output()?;
             let text = String::from_utf8_lossy(&shown.stdout).into_owned();
             let fields = text.split_whitespace().filter_map(|field| field.split_once('='));
-            let fields: BTreeMap<String, String> = fields.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+            let fields: BTreeMap<String, String> =
+                fields.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
             let state = fields.get("JobState").cloned().unwrap_or_default();
             if state != before {
                 println!("  {:>5.0} s  {state}", start.elapsed().as_secs_f64());

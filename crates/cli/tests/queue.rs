@@ -284,7 +284,9 @@ fn kills_lose_no_job_and_no_step() {
             daemon.kill().unwrap();
             daemon.wait().unwrap();
         }
-        if kind != 1 && let Some(pid) = pid {
+        if kind != 1
+            && let Some(pid) = pid
+        {
             kill(pid as u32, "KILL");
         }
         kills[kind] += 1;
@@ -321,7 +323,11 @@ const WRONG: &[Case<'static>] = &[
     (&["queue", "add", "gone.toml", "--queue", "q"], 1, &["cannot read gone.toml"]),
     (&["queue", "add", "tiny.toml", "--queue", "text.txt"], 1, &["cannot create", "text.txt"]),
     (&["queue", "add", "tiny.toml", "--queue", "q", "--deadline", "tomorrow"], 1, &["--deadline", "`Fri 08:00`"]),
-    (&["queue", "add", "tiny.toml", "--queue", "q", "--deadline", "2020-01-01 08:00"], 1, &["is in the past: it was Wed"]),
+    (
+        &["queue", "add", "tiny.toml", "--queue", "q", "--deadline", "2020-01-01 08:00"],
+        1,
+        &["is in the past: it was Wed"],
+    ),
     (&["queue", "add", "tiny.toml", "--queue", "q", "--price", "gone.csv"], 1, &["--price: cannot read", "gone.csv"]),
     (&["queue", "add", "tiny.toml", "--queue", "q", "--price", "text.txt"], 1, &["text.txt, line 2", "is no time"]),
     (&["queue", "add", "tiny.toml", "--queue", "q", "--price", "short.csv"], 1, &["covers 2.0 hours", "at least 24"]),
@@ -354,14 +360,30 @@ const WRONG: &[Case<'static>] = &[
     (&["submit", "tiny.toml", "--to", "slurm", "--spot"], 1, &["--spot is an option of --to skypilot"]),
     (&["submit", "tiny.toml", "--to", "kubernetes", "--dry-run"], 1, &["needs --image IMAGE", "--claim NAME"]),
     (
-        &["submit", "tiny.toml", "--to", "kubernetes", "--image", "i", "--claim", "c", "--set", "run.name='42'", "--dry-run"],
+        &[
+            "submit",
+            "tiny.toml",
+            "--to",
+            "kubernetes",
+            "--image",
+            "i",
+            "--claim",
+            "c",
+            "--set",
+            "run.name='42'",
+            "--dry-run",
+        ],
         1,
         &["\"42\" leaves no name"],
     ),
     (&["submit", "tiny.toml", "--to", "slurm", "--array", "all"], 1, &["--array all", "0-99%10"]),
     (&["submit", "tiny.toml", "--to", "slurm", "--set", "training.seed={array}"], 1, &["give --array ELEMENTS"]),
     (&["submit", "tiny.toml", "--to", "slurm", "--time", "1h", "--dry-run"], 1, &["--time 1h", "HH:MM:SS"]),
-    (&["submit", "tiny.toml", "--to", "slurm", "--time", "1", "--dry-run"], 1, &["no longer than the 120 s", "--margin"]),
+    (
+        &["submit", "tiny.toml", "--to", "slurm", "--time", "1", "--dry-run"],
+        1,
+        &["no longer than the 120 s", "--margin"],
+    ),
     (&["submit", "tiny.toml", "--to", "slurm", "--margin", "0"], 2, &["--margin"]),
     (&["submit", "tiny.toml", "--to", "slurm", "--like", "runs/gone"], 1, &["--like runs/gone: nothing was measured"]),
     (&["submit", "tiny.toml", "--to", "slurm", "--nodes", "0"], 2, &["--nodes"]),
@@ -395,7 +417,9 @@ fn wrong_input_to_queue_and_submit_is_said_clearly() {
         if ran.stderr.contains("panicked") || ran.stderr.matches("error: ").count() != 1 {
             complain("does not say its error once".to_owned());
         }
-        says.iter().filter(|part| !ran.stderr.contains(**part)).for_each(|part| complain(format!("does not say {part:?}")));
+        says.iter()
+            .filter(|part| !ran.stderr.contains(**part))
+            .for_each(|part| complain(format!("does not say {part:?}")));
     }
     assert!(wrong.is_empty(), "{} complaints\n\n{}", wrong.len(), wrong.join("\n"));
     let twice = queue(&folder, &["add", "tiny.toml", "--as-is"]);
@@ -411,7 +435,12 @@ fn a_run_is_submitted_with_its_configuration_and_a_measured_margin() {
     let shown = folder.run(&[&submit[..], &["--dry-run"]].concat()).ok();
     let margin = shown.stdout.lines().find_map(|line| line.strip_prefix("#SBATCH --signal=B:USR1@")).unwrap();
     assert!((10..30).contains(&margin.parse::<u64>().unwrap()), "{margin}");
-    for part in ["#SBATCH --nodes=2\n", "\n[checkpoint]\ninterval_steps = 5\n", "--set run.name=\"$name\"", "#SBATCH --cpus-per-task=1\n"] {
+    for part in [
+        "#SBATCH --nodes=2\n",
+        "\n[checkpoint]\ninterval_steps = 5\n",
+        "--set run.name=\"$name\"",
+        "#SBATCH --cpus-per-task=1\n",
+    ] {
         assert!(shown.stdout.contains(part), "no {part:?} in\n{}", shown.stdout);
     }
     // Sent, it is what was shown.
@@ -427,7 +456,8 @@ fn a_run_is_submitted_with_its_configuration_and_a_measured_margin() {
     assert_eq!(std::fs::read_to_string(folder.join("sent.sh")).unwrap(), shown.stdout);
     // The other schedulers' texts carry the same.
     for to in [&["kubernetes", "--image", "i", "--claim", "c"][..], &["skypilot", "--bucket", "s3://runs"]] {
-        let shown = folder.run(&[&["submit", "tiny.toml", "--nodes", "2", "--dry-run", "--to"], to].concat()).ok().stdout;
+        let shown =
+            folder.run(&[&["submit", "tiny.toml", "--nodes", "2", "--dry-run", "--to"], to].concat()).ok().stdout;
         assert!(shown.contains("interval_steps = 5\n") && shown.contains("--nnodes 2 --node-rank"), "{shown}");
     }
 }

@@ -523,8 +523,12 @@ mod tests {
         daemon.store.pause(id, false, now).unwrap();
         std::fs::create_dir_all(folder.path().join("runs/a/checkpoints/step-00000040")).unwrap();
         daemon.tick(now).unwrap();
-        let job = tick_until(&mut daemon, now, State::Running);
-        assert_eq!((job.crashes, job.done), (1, 40.0));
+        while process::is_alive(&Files::new(folder.path(), id).log).unwrap() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        daemon.look_at_all(now).unwrap();
+        let job = daemon.store.job(id).unwrap();
+        assert_eq!((job.crashes, job.done, job.state), (1, 40.0, State::Waiting));
     }
 
     #[test]

@@ -75,6 +75,9 @@ pub struct Decision {
 /// The share by which the work that is left is taken for more than it is, so that errors of
 /// predictions do not break a deadline.
 const MARGIN: f64 = 0.05;
+/// Seconds before a deadline at which a job is planned to be done: a kill and a start then do not
+/// break it.
+const SLACK_S: i64 = 900;
 /// Upper limit for the slots of a plan.
 const SLOTS_MAX: i64 = 1500;
 /// Bounds of a slot's length in seconds, if the curves have other ones.
@@ -142,9 +145,9 @@ fn cores(job: &Job) -> u32 {
     shape.map_or(0, |shape| shape.cores)
 }
 
-/// The time by which a job with a curve is to be done.
+/// The time by which a job with a curve is planned to be done: some time before its deadline.
 fn horizon(job: &Job) -> i64 {
-    job.request.deadline.unwrap_or(job.added + WEEK_S)
+    job.request.deadline.map_or(job.added + WEEK_S, |deadline| deadline - SLACK_S)
 }
 
 /// Begins and ends of the slots from `now` until every deadline is over.
@@ -164,11 +167,11 @@ fn grid(now: i64, jobs: &[&Job], curves: &Curves) -> Vec<(i64, i64)> {
         at = next;
     }
     // A deadline inside a slot divides it.
-    for deadline in jobs.iter().filter_map(|job| job.request.deadline) {
-        if let Some(index) = slots.iter().position(|(from, to)| *from < deadline && deadline < *to) {
+    for end in jobs.iter().filter(|job| job.request.deadline.is_some()).map(|job| horizon(job)) {
+        if let Some(index) = slots.iter().position(|(from, to)| *from < end && end < *to) {
             let (from, to) = slots[index];
-            slots[index] = (from, deadline);
-            slots.insert(index + 1, (deadline, to));
+            slots[index] = (from, end);
+            slots.insert(index + 1, (end, to));
         }
     }
     slots
@@ -464,10 +467,11 @@ mod tests {
     fn unknown_speeds_are_measured_first() {
         let mut job = job(1, shapes(&[(2, 1.0)]));
         job.request.shapes[0].rate = None;
-        job.request.price = Some("prices.csv".into());
+        (job.request.price, job.added) = (Some("prices.csv".into()), MIDNIGHT);
         let decision = decide(MIDNIGHT, &[job.clone()], &night(), &machine(2));
         assert_eq!(starts(&decision), [(1, 0)]);
-        assert!(decision.plans[0].notes[0].contains("its speed is not known yet"), "{decision:?}");
+        let note = decision.plans[0].notes.last().unwrap();
+        assert!(note.contains("its speed is not known yet"), "{note}");
         running(&mut job, 0);
         job.measured = Some((0, 1.0));
         assert_eq!(interrupts(&decide(MIDNIGHT, &[job], &night(), &machine(2))), [1]);
@@ -478,8 +482,9 @@ mod tests {
         let mut job = job(1, shapes(&[(1, 1.0)]));
         running(&mut job, 0);
         (job.request.idle_below, job.since) = (Some(20.0), MIDNIGHT);
-        let ask = |job: &Job, now: i64, machine: &Machine| interrupts(&decide(now, &[job.clone()], &Curves::new(), machine));
-        assert_eq!(ask(&job, MIDNIGHT, &machine(1)), []);
+        let ask =
+            |job: &Job, now: i64, machine: &Machine| interrupts(&decide(now, &[job.clone()], &Curves::new(), machine));
+        assert_eq!(ask(&job, MIDNIGHT, &machine(1)), Vec::<i64>::new());
         assert_eq!(ask(&job, MIDNIGHT, &Machine { others: Some(30.0), ..machine(1) }), [1]);
         job.request.idle_below = None;
         for held in [Job { is_paused: true, ..job.clone() }, Job { is_cancelled: true, ..job.clone() }] {
@@ -488,7 +493,7 @@ mod tests {
             assert!(decide(MIDNIGHT, &[waits], &Curves::new(), &machine(1)).actions.is_empty());
         }
         job.state = State::Stopping;
-        assert_eq!(ask(&job, MIDNIGHT + STOP_PATIENCE_S, &machine(1)), []);
+        assert_eq!(ask(&job, MIDNIGHT + STOP_PATIENCE_S, &machine(1)), Vec::<i64>::new());
         assert_eq!(ask(&job, MIDNIGHT + STOP_PATIENCE_S + 1, &machine(1)), [1]);
     }
 

@@ -32,12 +32,7 @@ impl Files {
     /// The files of job `id` in the queue's `folder`.
     pub fn new(folder: &Path, id: i64) -> Files {
         let folder = folder.join("jobs").join(id.to_string());
-        Files {
-            config: folder.join("config.toml"),
-            log: folder.join("log"),
-            run_file: folder.join("run"),
-            folder,
-        }
+        Files { config: folder.join("config.toml"), log: folder.join("log"), run_file: folder.join("run"), folder }
     }
 }
 

@@ -368,7 +368,12 @@ mod tests {
     use crate::job::testing::request;
 
     fn shapes() -> Vec<Shape> {
-        vec![Shape { cores: 2, sets: vec!["compute.threads=2".to_owned()], words: "1 rank".to_owned(), rate: Some(0.1) }]
+        vec![Shape {
+            cores: 2,
+            sets: vec!["compute.threads=2".to_owned()],
+            words: "1 rank".to_owned(),
+            rate: Some(0.1),
+        }]
     }
 
     #[test]

@@ -186,7 +186,10 @@ impl Args {
         };
         let run = directory.join(&name);
         if progress::has_begun(&run) {
-            note(&format!("{} has begun: the job goes on with it, and settings given here are not used", run.display()));
+            note(&format!(
+                "{} has begun: the job goes on with it, and settings given here are not used",
+                run.display()
+            ));
         }
         let threads = config.compute.threads.map(|threads| threads as u32);
         let Some(cpus_per_rank) = self.cpus_per_rank.or(threads) else {
@@ -242,7 +245,10 @@ impl Args {
             Ok(_) => Ok(()),
             Err(error) if self.to == Scheduler::Slurm => Err(error),
             Err(error) => {
-                note(&format!("the configuration is not checked against its data, which may lie elsewhere: {}", chain(&error)));
+                note(&format!(
+                    "the configuration is not checked against its data, which may lie elsewhere: {}",
+                    chain(&error)
+                ));
                 Ok(())
             }
         }
@@ -308,7 +314,9 @@ impl Args {
 
     fn kubernetes(&self, submission: &Submission) -> Result<ExitCode> {
         let (Some(image), Some(claim)) = (&self.image, &self.claim) else {
-            bail!("--to kubernetes needs --image IMAGE, which holds the program, and --claim NAME, the volume with data and runs");
+            bail!(
+                "--to kubernetes needs --image IMAGE, which holds the program, and --claim NAME, the volume with data and runs"
+            );
         };
         let secret = if self.dry_run { "made when it is submitted".to_owned() } else { secret()? };
         let options = Kubernetes {
@@ -374,7 +382,10 @@ impl Args {
 fn follow_slurm(job: &str) -> Result<ExitCode> {
     let mut before = String::new();
     loop {
-        let shown = Command::new("scontrol").args(["--oneliner", "show", "job", job]).output().context("cannot run scontrol")?;
+        let shown = Command::new("scontrol")
+            .args(["--oneliner", "show", "job", job])
+            .output()
+            .context("cannot run scontrol")?;
         let text = String::from_utf8_lossy(&shown.stdout).into_owned();
         let all = |key: &str| -> Vec<String> {
             let fields = text.split_whitespace().filter_map(|field| field.strip_prefix(key)?.strip_prefix('='));
@@ -385,7 +396,9 @@ fn follow_slurm(job: &str) -> Result<ExitCode> {
         if now != before && !states.is_empty() {
             note(&format!("job {job}: {now}"));
         }
-        let is_over = |state: &String| !["PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"].contains(&state.as_str());
+        let is_over = |state: &String| {
+            !["PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"].contains(&state.as_str())
+        };
         if !shown.status.success() || states.is_empty() {
             bail!("Slurm does not know job {job} any more: `sacct --jobs {job}` may");
         }
@@ -403,7 +416,9 @@ fn send(command: &mut Command, input: &str) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn();
     let mut child = child.with_context(|| {
-        format!("cannot run {name}: run this where it is installed, or print the text by --dry-run and send it from there")
+        format!(
+            "cannot run {name}: run this where it is installed, or print the text by --dry-run and send it from there"
+        )
     })?;
     // A command that ends without reading says why by its exit code.
     let _ = child.stdin.take().map(|mut pipe| pipe.write_all(input.as_bytes()));

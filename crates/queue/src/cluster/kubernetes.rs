@@ -39,7 +39,8 @@ const PORT: u32 = 29_400;
 /// The name leaves none for an object.
 pub fn manifest(submission: &Submission, options: &Options) -> Result<String, QueueError> {
     let name = object_name(&submission.name)?;
-    let documents = [config_map(submission, options, &name), secret(options, &name), job_set(submission, options, &name)];
+    let documents =
+        [config_map(submission, options, &name), secret(options, &name), job_set(submission, options, &name)];
     Ok(documents.iter().map(emit).collect::<Vec<_>>().join("---\n"))
 }
 

@@ -119,7 +119,11 @@ impl Submission {
 /// A word for a POSIX shell.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./=:,+@%".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) { word.to_owned() } else { format!("'{}'", word.replace('\'', "'\\''")) }
+    if !word.is_empty() && word.chars().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', "'\\''"))
+    }
 }
 
 /// A name for objects of Kubernetes: lower-case letters, digits and dashes, with a letter in front
@@ -129,7 +133,8 @@ pub fn quoted(word: &str) -> String {
 ///
 /// Nothing of the name can be kept.
 pub fn object_name(name: &str) -> Result<String, QueueError> {
-    let letters = name.to_lowercase().chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect::<String>();
+    let letters =
+        name.to_lowercase().chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect::<String>();
     let letters = letters.trim_start_matches(|c: char| !c.is_ascii_alphabetic());
     let short: String = letters.chars().take(NAME_MAX).collect();
     let short = short.trim_end_matches('-');
@@ -199,7 +204,10 @@ mod tests {
     fn bad_submissions_are_refused() {
         submission().check().unwrap();
         for (bad, says) in [
-            (Submission { config: "a = 1\nTRAINYARD_CONFIG\n".to_owned(), ..submission() }, "has a line TRAINYARD_CONFIG"),
+            (
+                Submission { config: "a = 1\nTRAINYARD_CONFIG\n".to_owned(), ..submission() },
+                "has a line TRAINYARD_CONFIG",
+            ),
             (Submission { name: "a\nb".to_owned(), ..submission() }, "\"a\\nb\" is of several lines"),
             (Submission { nodes: 0, ..submission() }, "counted from 1"),
         ] {

@@ -30,7 +30,9 @@ pub const ELEMENT: &str = "{array}";
 /// The script.
 pub fn script(submission: &Submission, options: &Options) -> String {
     let Submission { name, directory, nodes, ranks_per_node, cpus_per_rank, gpus_per_node, .. } = submission;
-    let mut text = String::from("#!/bin/bash\n# Made by `trainyard submit`. It trains until the run is done, over as many jobs as that takes.\n");
+    let mut text = String::from(
+        "#!/bin/bash\n# Made by `trainyard submit`. It trains until the run is done, over as many jobs as that takes.\n",
+    );
     let log = if options.array.is_some() { "%A_%a" } else { "%j" };
     let gpus = submission.gpu.as_ref().map_or(format!("{gpus_per_node}"), |gpu| format!("{gpu}:{gpus_per_node}"));
     let directives = [
@@ -49,12 +51,16 @@ pub fn script(submission: &Submission, options: &Options) -> String {
         Some("open-mode=append".to_owned()),
         Some(format!("output={directory}/{name}-{log}.log")),
     ];
-    for directive in directives.into_iter().flatten().chain(options.more.iter().map(|more| more.trim_start_matches('-').to_owned())) {
+    for directive in
+        directives.into_iter().flatten().chain(options.more.iter().map(|more| more.trim_start_matches('-').to_owned()))
+    {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "#SBATCH --{directive}");
     }
     let (job, own_name) = match options.array {
-        Some(_) => ("${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}", format!("{}-\"$SLURM_ARRAY_TASK_ID\"", quoted(name))),
+        Some(_) => {
+            ("${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}", format!("{}-\"$SLURM_ARRAY_TASK_ID\"", quoted(name)))
+        }
         None => ("$SLURM_JOB_ID", quoted(name)),
     };
     let folder = quoted(directory);

@@ -85,7 +85,8 @@ fn word(text: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._/".contains(c);
     // What another reader takes for a number, a truth value, nothing or a date is quoted.
     let begins = text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '/');
-    let means_more = ["true", "false", "yes", "no", "on", "off", "null", "y", "n"].contains(&text.to_lowercase().as_str());
+    let means_more =
+        ["true", "false", "yes", "no", "on", "off", "null", "y", "n"].contains(&text.to_lowercase().as_str());
     if begins && text.chars().all(is_plain) && !means_more {
         return text.to_owned();
     }

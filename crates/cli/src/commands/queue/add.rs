@@ -172,7 +172,11 @@ fn shapes(args: &Args, resolved: &Resolved, unit: Unit) -> Result<Vec<Shape>> {
         // A job on GPUs has the machine for itself.
         let used = if is_gpu { all } else { used(&of_job) };
         if used > most && args.cores.is_some() {
-            bail!("--cores {most}: the configuration asks for {} ranks x {} threads", of_job.parallel.ranks, of_job.threads);
+            bail!(
+                "--cores {most}: the configuration asks for {} ranks x {} threads",
+                of_job.parallel.ranks,
+                of_job.threads
+            );
         }
         let rate = (unit == Unit::Seconds).then_some(1.0);
         let sets = if is_gpu { Vec::new() } else { vec![format!("compute.threads={}", of_job.threads)] };

@@ -117,7 +117,10 @@ fn change(place: &Place, jobs: &[String], change: impl Fn(&mut Store, i64) -> Re
         };
         let more = if is_held && job.state.may_run() { "; it stops at its next step" } else { "" };
         print(format_args!("job {id} ({}): {words}{more}\n", job.request.name))?;
-        if is_held && job.state.may_run() && let Some(mut daemon) = Daemon::open(&place.folder()?, cores(), &command)? {
+        if is_held
+            && job.state.may_run()
+            && let Some(mut daemon) = Daemon::open(&place.folder()?, cores(), &command)?
+        {
             say(&daemon.release(id, now())?);
         }
     }

@@ -63,7 +63,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
         let looked = Instant::now();
-        while looked.elapsed().as_secs_f64() < args.every && signals.load(Ordering::Relaxed) == 0 && !daemon.has_news() {
+        while looked.elapsed().as_secs_f64() < args.every && signals.load(Ordering::Relaxed) == 0 && !daemon.has_news()
+        {
             std::thread::sleep(SLICE);
         }
         if signals.load(Ordering::Relaxed) > 0 {

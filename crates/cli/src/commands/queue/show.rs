@@ -42,7 +42,7 @@ pub struct ShowArgs {
 }
 
 /// Lines of the log that are shown.
-const LOG_LINES: usize = 12;
+const LOG_LINES: usize = 20;
 /// Stretches of a plan that are shown.
 const STRETCHES: usize = 20;
 
@@ -192,9 +192,7 @@ pub fn show(args: &ShowArgs) -> Result<()> {
 
 fn to_json(job: &Job, plan: Option<&JobPlan>) -> Value {
     let request = &job.request;
-    let stretch = |(from, to, shape): &(i64, i64, usize)| {
-        json!({ "from": rfc3339(*from), "to": rfc3339(*to), "cores": request.shapes[*shape].cores })
-    };
+    let stretch = |(from, to, shape): &(i64, i64, usize)| json!({ "from": rfc3339(*from), "to": rfc3339(*to), "cores": request.shapes[*shape].cores });
     json!({
         "job": job.id,
         "name": request.name,
