@@ -82,8 +82,8 @@ enum Chore {
     /// Train over a slow cable between two network namespaces by every way of sending less, with
     /// PyTorch beside it.
     SlowLinks(slow_links::Options),
-    /// Submit runs to a real Slurm of two nodes on this machine, with a time limit that is too short:
-    /// they are requeued and end with the same weights.
+    /// Submit runs to a real Slurm of two nodes on this machine, with a time limit that is too
+    /// short: they are requeued and end with the same weights.
     Slurm(slurm::Options),
     /// Train half a million tiny steps on one rank and on rank threads, and hold the growth of
     /// resident memory to its bar.

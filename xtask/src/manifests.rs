@@ -1,10 +1,10 @@
-//! `cargo xtask manifests`: checks what `trainyard submit` writes for Kubernetes and SkyPilot against
-//! the schemas of those systems.
+//! `cargo xtask manifests`: checks what `trainyard submit` writes for Kubernetes and SkyPilot
+//! against the schemas of those systems.
 //!
 //! The schemas are those of the packages kubernetes-validate, kubeflow-trainer-api (JobSet) and
-//! skypilot from PyPI, in an environment under `target/`. To show that a refusal would be seen, each
-//! manifest is also checked with a field that no schema has. It downloads some hundred megabytes, and
-//! is therefore no part of the tests; those hold the texts.
+//! skypilot from PyPI, in an environment under `target/`. To show that a refusal would be seen,
+//! each manifest is also checked with a field that no schema has. It downloads some hundred
+//! megabytes, and is therefore no part of the tests; those hold the texts.
 
 use crate::bench::measure::output;
 use crate::bench::target_folder;

@@ -1,11 +1,11 @@
 //! `cargo xtask slurm`: runs what `trainyard submit --to slurm` writes on a real Slurm.
 //!
 //! One controller and two nodes of one core each run on this machine, with a key of their own for
-//! munge, below `target/slurm`. A run is submitted with a time limit that is too short for it: it is
-//! told of the limit, writes a checkpoint, queues its own job again, and ends with the weights of a
-//! run that nothing disturbed, every step recorded once. Slurm counts limits in minutes and waits
-//! two between a requeue and the next start, so this takes some ten minutes. It needs root, and
-//! Debian's packages `slurm-wlm` and `munge`.
+//! munge, below `target/slurm`. A run is submitted with a time limit that is too short for it: it
+//! is told of the limit, writes a checkpoint, queues its own job again, and ends with the weights
+//! of a run that nothing disturbed, every step recorded once. Slurm counts limits in minutes and
+//! waits two between a requeue and the next start, so this takes some ten minutes. It needs root,
+//! and Debian's packages `slurm-wlm` and `munge`.
 
 use crate::bench::target_folder;
 use anyhow::{Context, Result, bail, ensure};
@@ -224,7 +224,8 @@ impl Slurm {
 
 impl Drop for Slurm {
     fn drop(&mut self) {
-        // Jobs first, so that none is left without its daemon; a daemon that has ended cannot be killed.
+        // Jobs first, so that none is left without its daemon; a daemon that has ended cannot be
+        // killed.
         let _ = self.command(Path::new("scancel")).args(["--user=root"]).stderr(Stdio::null()).status();
         std::thread::sleep(Duration::from_secs(2));
         for daemon in self.daemons.iter_mut().rev() {

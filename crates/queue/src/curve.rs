@@ -1,9 +1,9 @@
 //! A quantity over time, from CSV: the price of electricity, or its carbon intensity.
 //!
 //! A line is `time,value`, with times as [`crate::time::instant`] reads them. A header, empty lines
-//! and lines that begin with `#` are skipped. A value holds until the next line's time, the last one
-//! as long as the one before it. Beyond its ends the curve repeats: by the hour of the week if it
-//! covers a week, else by the hour of the day.
+//! and lines that begin with `#` are skipped. A value holds until the next line's time, the last
+//! one as long as the one before it. Beyond its ends the curve repeats: by the hour of the week if
+//! it covers a week, else by the hour of the day.
 
 use crate::QueueError;
 use crate::time::{DAY_S, Offset, WEEK_S, instant};
@@ -27,8 +27,8 @@ impl Curve {
     ///
     /// # Errors
     ///
-    /// A file that cannot be read, a line that is not understood or out of order, or fewer hours than
-    /// a day has.
+    /// A file that cannot be read, a line that is not understood or out of order, or fewer hours
+    /// than a day has.
     pub fn read(path: &Path, offset: Offset<'_>) -> Result<Curve, QueueError> {
         let text = std::fs::read_to_string(path).map_err(|source| QueueError::File {
             what: "read",

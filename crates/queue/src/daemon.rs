@@ -1,10 +1,11 @@
 //! The daemon's step: look at the jobs' processes, decide, act.
 //!
-//! A [tick](Daemon::tick) keeps nothing between calls that matters. All of it is in the store and in
-//! the jobs' folders, so a daemon that is killed at any moment loses nothing: jobs that run go on
-//! running, and the next daemon finds them by the locks on their logs ([`crate::process`]). The order
-//! of writes around a start is: remove the old exit code, write `starting`, start, write `running`.
-//! A daemon that ended in between leaves a state from which [`Daemon::look`] tells what happened.
+//! A [tick](Daemon::tick) keeps nothing between calls that matters. All of it is in the store and
+//! in the jobs' folders, so a daemon that is killed at any moment loses nothing: jobs that run go
+//! on running, and the next daemon finds them by the locks on their logs ([`crate::process`]). The
+//! order of writes around a start is: remove the old exit code, write `starting`, start, write
+//! `running`. A daemon that ended in between leaves a state from which [`Daemon::look`] tells what
+//! happened.
 //!
 //! One daemon works on a queue at a time; it holds a lock on `daemon.lock`.
 
@@ -36,7 +37,7 @@ const LOOK_MIN: Duration = Duration::from_millis(500);
 /// The file that the daemon locks.
 const LOCK: &str = "daemon.lock";
 
-/// What a job's command is made from.
+/// The parts from which a job's command is made.
 #[derive(Clone, Copy, Debug)]
 pub struct Start<'a> {
     /// The job.
@@ -56,7 +57,7 @@ pub struct Event {
     pub job: i64,
     /// The name of its run.
     pub name: String,
-    /// What happened.
+    /// The sentence about it.
     pub what: String,
 }
 
@@ -89,8 +90,8 @@ pub struct Daemon<'a> {
     _lock: File,
 }
 
-/// The process number of the daemon that works on the queue in `folder`, 0 if it has not written it.
-/// None if there is none.
+/// The process number of the daemon that works on the queue in `folder`, 0 if it has not written
+/// it. None if there is none.
 pub fn running(folder: &Path) -> Option<u32> {
     let mut file = File::open(folder.join(LOCK)).ok()?;
     match file.try_lock() {
@@ -169,8 +170,8 @@ impl<'a> Daemon<'a> {
         Ok(Tick { events: std::mem::take(&mut self.events), decision, jobs })
     }
 
-    /// Asks every job that runs to stop at its next step. Returns the events, and the number of jobs
-    /// whose processes may still be alive.
+    /// Asks every job that runs to stop at its next step. Returns the events, and the number of
+    /// jobs whose processes may still be alive.
     ///
     /// # Errors
     ///

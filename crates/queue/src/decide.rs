@@ -1,13 +1,13 @@
 //! Decides what is to be done now: a pure function of the time, the jobs, their curves and the
 //! machine.
 //!
-//! Jobs are planned one after the other, by priority, then by deadline, then by age. Each takes from
-//! the cores that those before it have left in each slot of time:
+//! Jobs are planned one after the other, by priority, then by deadline, then by age. Each takes
+//! from the cores that those before it have left in each slot of time:
 //!
 //! - A job with a price or carbon curve gets the [cheapest](schedule::cheapest) slots before its
 //!   deadline. Without a deadline it has a week from the time that it was added.
-//! - A job without a curve, one that is late, or one whose speed is not known yet, runs
-//!   [as soon as possible](schedule::soonest).
+//! - A job without a curve, one that is late, or one whose speed is not known yet, runs [as soon as
+//!   possible](schedule::soonest).
 //!
 //! Then the first slot of every plan is compared with what runs. Plans are made anew at each
 //! decision, so errors of predictions are corrected as long as there is time left.
@@ -66,7 +66,7 @@ pub struct JobPlan {
 /// A decision.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Decision {
-    /// What to do now.
+    /// Actions for now.
     pub actions: Vec<Action>,
     /// The plans of all jobs that are not over, in the order in which they were made.
     pub plans: Vec<JobPlan>,

@@ -90,7 +90,7 @@ pub enum Unit {
     Seconds,
 }
 
-/// What is asked of a new job.
+/// The request for a new job.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Request {
     /// The name of the run.
@@ -126,7 +126,7 @@ pub struct Request {
 pub struct Job {
     /// Its number.
     pub id: i64,
-    /// What was asked.
+    /// The request.
     pub request: Request,
     /// When it was added.
     pub added: i64,

@@ -41,13 +41,13 @@ pub enum QueueError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The mistake.
         what: String,
     },
     /// A file or folder cannot be used.
     #[error("cannot {what} {path}: {source}")]
     File {
-        /// What was tried.
+        /// The attempt.
         what: &'static str,
         /// The file.
         path: PathBuf,

@@ -1,8 +1,8 @@
 //! The machine: its cores, and how much others use of it.
 //!
 //! Others' share of the cores is what `/proc/stat` counts as busy, less the time of the queue's own
-//! processes. Pressure stall information (`/proc/pressure`) is the share of time in which tasks wait
-//! for a core, memory or the disk (Linux, "PSI - Pressure Stall Information").
+//! processes. Pressure stall information (`/proc/pressure`) is the share of time in which tasks
+//! wait for a core, memory or the disk (Linux, "PSI - Pressure Stall Information").
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,9 +1,9 @@
 //! Processes of jobs: starting one, knowing whether it is alive, and asking it to stop.
 //!
 //! A job's log is locked (`flock`) by the file that its process has as standard output. The kernel
-//! frees the lock when the last process that has the file ends, however it ends. So whoever can lock
-//! the log knows that nothing of the job is alive, without process numbers, which are used again, and
-//! without being its parent.
+//! frees the lock when the last process that has the file ends, however it ends. So whoever can
+//! lock the log knows that nothing of the job is alive, without process numbers, which are used
+//! again, and without being its parent.
 
 use crate::QueueError;
 use crate::job::Process;
@@ -59,9 +59,9 @@ pub fn is_alive(log: &Path) -> Result<bool, QueueError> {
     }
 }
 
-/// Starts `command` with the locked log as its output, in a process group of its own, so that signals
-/// of a terminal do not reach it. None if another process holds the log. `line` is written to the
-/// log first.
+/// Starts `command` with the locked log as its output, in a process group of its own, so that
+/// signals of a terminal do not reach it. None if another process holds the log. `line` is written
+/// to the log first.
 ///
 /// # Errors
 ///

@@ -1,18 +1,18 @@
-//! The scheduler: on how many cores a job runs in each slot of time, so that its work is done for the
-//! least cost.
+//! The scheduler: on how many cores a job runs in each slot of time, so that its work is done for
+//! the least cost.
 //!
 //! It is CarbonScaler's greedy form (Hanafy et al., "CarbonScaler: Leveraging Cloud Workload
-//! Elasticity for Optimizing Carbon-Efficiency", 2023, algorithm 1): each step from one shape of the
-//! job to the next larger one, in each slot, has a marginal work and a marginal cost, and steps are
-//! taken in the order of work per cost until the work is done. That is optimal if larger shapes bring
-//! ever less work per core, that is on their concave hull.
+//! Elasticity for Optimizing Carbon-Efficiency", 2023, algorithm 1): each step from one shape of
+//! the job to the next larger one, in each slot, has a marginal work and a marginal cost, and steps
+//! are taken in the order of work per cost until the work is done. That is optimal if larger shapes
+//! bring ever less work per core, that is on their concave hull.
 //!
-//! The greedy order is the same as a threshold: with a value `v` of a unit of work, every slot takes
-//! the shape with the largest `v work - cost`, which lies on the hull. This form also knows the cost
-//! of a start, which the greedy one does not. Work that a start loses is taken from its slot, and the best choice
-//! for all slots together is found by dynamic programming over slots and shapes (Viterbi 1967). The
-//! least `v` whose choice does the work is found by bisection. With starts that cost nothing this is
-//! the greedy schedule.
+//! The greedy order is the same as a threshold: with a value `v` of a unit of work, every slot
+//! takes the shape with the largest `v work - cost`, which lies on the hull. This form also knows
+//! the cost of a start, which the greedy one does not. Work that a start loses is taken from its
+//! slot, and the best choice for all slots together is found by dynamic programming over slots and
+//! shapes (Viterbi 1967). The least `v` whose choice does the work is found by bisection. With
+//! starts that cost nothing this is the greedy schedule.
 //!
 //! What is left of the choice's surplus is given back where it costs most.
 
@@ -83,7 +83,8 @@ fn frontier(shapes: &[Speed]) -> Vec<usize> {
     order
 }
 
-/// The cheapest schedule that does the work, or the one that does the most if the slots are too few.
+/// The cheapest schedule that does the work, or the one that does the most if the slots are too
+/// few.
 pub fn cheapest(slots: &[Slot], shapes: &[Speed], demand: Demand) -> Plan {
     if demand.work <= 0.0 || slots.is_empty() || shapes.is_empty() {
         return finish(slots, shapes, demand, vec![None; slots.len()]);
@@ -318,8 +319,8 @@ impl Problem<'_> {
 
     /// Gives back surplus work: in the order of cost per work, slots take a smaller shape or none
     /// while the work is still done. Of equal ones the last goes first, so that work is done early.
-    /// The last slot ends with the work and so costs only in part: a change that is not cheaper when
-    /// that is counted is not made.
+    /// The last slot ends with the work and so costs only in part: a change that is not cheaper
+    /// when that is counted is not made.
     fn trim(&self, chosen: &mut [Option<usize>]) {
         let mut surplus = self.work(chosen) - self.demand.work;
         let mut cost = finish(self.slots, self.shapes, self.demand, chosen.to_vec()).cost;

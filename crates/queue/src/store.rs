@@ -1,6 +1,6 @@
 //! The jobs in one SQLite file. Every change is one transaction that begins with the write lock, so
-//! commands and the daemon may work at the same time, and one that is killed leaves the state before
-//! or after.
+//! commands and the daemon may work at the same time, and one that is killed leaves the state
+//! before or after.
 
 use crate::QueueError;
 use crate::job::{Job, Process, Request, State, Unit};

@@ -1,9 +1,9 @@
 //! Times as people write them: RFC 3339, `2026-11-27 08:00`, `Fri 08:00`, `+6h`.
 //!
-//! Inside the queue a time is an `i64`: seconds since 1970-01-01 00:00 UTC. A text without an offset
-//! from UTC is local time. The offset of a zone changes with the seasons, so it is a function of
-//! time. The calendar arithmetic is Howard Hinnant's `days_from_civil` ("chrono-Compatible Low-Level
-//! Date Algorithms").
+//! Inside the queue a time is an `i64`: seconds since 1970-01-01 00:00 UTC. A text without an
+//! offset from UTC is local time. The offset of a zone changes with the seasons, so it is a
+//! function of time. The calendar arithmetic is Howard Hinnant's `days_from_civil`
+//! ("chrono-Compatible Low-Level Date Algorithms").
 
 use crate::QueueError;
 

@@ -1,6 +1,6 @@
 //! Replays a week of real prices and carbon intensities: a job runs by [`decide`]'s decisions, with
-//! speeds that differ from the predicted ones, starts that cost time, and kills. Its cost is compared
-//! with a bound that no schedule can beat that knows everything beforehand.
+//! speeds that differ from the predicted ones, starts that cost time, and kills. Its cost is
+//! compared with a bound that no schedule can beat that knows everything beforehand.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ fn read(file: &str) -> Curve {
     Curve::read(&path, &|_| 0).unwrap()
 }
 
-/// What is known of the curve at a time.
+/// The part of the curve that is known at a time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Known {
     /// All of it: a forecast for the whole week that comes true.

@@ -13,8 +13,9 @@ use trainyard_queue::cluster::{
 };
 use trainyard_queue::progress;
 
-/// Submit a run to a cluster: a batch script for Slurm, a JobSet for Kubernetes, a task for SkyPilot.
-/// The run goes on by itself after a time limit, a preemption or a fault, until it is done.
+/// Submit a run to a cluster: a batch script for Slurm, a JobSet for Kubernetes, a task for
+/// SkyPilot. The run goes on by itself after a time limit, a preemption or a fault, until it is
+/// done.
 #[derive(clap::Args)]
 pub struct Args {
     /// A configuration in TOML. It travels with the job, as it is now.
@@ -53,11 +54,12 @@ pub struct Args {
     /// Restarts after a rank has failed.
     #[arg(long, value_name = "N", default_value_t = 3)]
     max_restarts: u32,
-    /// Seconds before its end at which a job is told to stop. Unset: measured from the run of --like,
-    /// or of this run if it has begun: two steps and three checkpoints; else 120.
+    /// Seconds before its end at which a job is told to stop. Unset: measured from the run of
+    /// --like, or of this run if it has begun: two steps and three checkpoints; else 120.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     margin: Option<u64>,
-    /// A run of the same configuration on the same machines, whose steps and checkpoints were timed.
+    /// A run of the same configuration on the same machines, whose steps and checkpoints were
+    /// timed.
     #[arg(long, value_name = "RUN", conflicts_with = "margin")]
     like: Option<PathBuf>,
     /// A line of shell before the training, such as 'module load cuda'; can be given several times.

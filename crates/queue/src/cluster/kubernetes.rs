@@ -10,7 +10,7 @@ use super::{Submission, emit, object_name, quoted};
 use crate::QueueError;
 use serde_json::{Value, json};
 
-/// What only Kubernetes knows.
+/// Options that only Kubernetes has.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Options {
     /// The image with the program.

@@ -1,10 +1,10 @@
-//! Runs on clusters: batch scripts for Slurm, manifests for Kubernetes (JobSet and Kueue), tasks for
-//! SkyPilot.
+//! Runs on clusters: batch scripts for Slurm, manifests for Kubernetes (JobSet and Kueue), tasks
+//! for SkyPilot.
 //!
 //! Each is a pure function from a [`Submission`] to text. The text carries the configuration, so
-//! nothing that is edited after the submission changes a run. All follow one rule: a run whose folder
-//! exists is resumed, any other one is begun. A cluster that starts the same thing again, after a
-//! time limit, a preemption or a fault, therefore goes on with the run.
+//! nothing that is edited after the submission changes a run. All follow one rule: a run whose
+//! folder exists is resumed, any other one is begun. A cluster that starts the same thing again,
+//! after a time limit, a preemption or a fault, therefore goes on with the run.
 
 mod kubernetes;
 mod skypilot;
@@ -95,8 +95,8 @@ impl Submission {
         text + &format!(" --set run.name={name}")
     }
 
-    /// Lines of shell that write the configuration to `$config` and set the positional parameters to
-    /// the arguments of `train`. `$run` is the run's folder, and `name` its name in the shell.
+    /// Lines of shell that write the configuration to `$config` and set the positional parameters
+    /// to the arguments of `train`. `$run` is the run's folder, and `name` its name in the shell.
     fn arguments(&self, name: &str) -> String {
         let end = if self.config.ends_with('\n') { "" } else { "\n" };
         format!(

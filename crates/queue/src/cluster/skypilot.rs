@@ -4,7 +4,7 @@
 use super::{Submission, emit, quoted};
 use serde_json::{Value, json};
 
-/// What only SkyPilot knows.
+/// Options that only SkyPilot has.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Options {
     /// The bucket that keeps the folder of runs, such as `s3://my-runs`: a job that is recovered has

@@ -8,7 +8,7 @@
 use super::{Submission, quoted};
 use std::fmt::Write as _;
 
-/// What only Slurm knows.
+/// Options that only Slurm has.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Options {
     /// The time limit, as Slurm writes it: `24:00:00`.
@@ -17,8 +17,8 @@ pub struct Options {
     pub partition: Option<String>,
     /// The account.
     pub account: Option<String>,
-    /// Elements of an array, as Slurm writes them: `0-3`, `1,5,7%2`. In settings `{array}` stands for
-    /// the number of the element.
+    /// Elements of an array, as Slurm writes them: `0-3`, `1,5,7%2`. In settings `{array}` stands
+    /// for the number of the element.
     pub array: Option<String>,
     /// Further options of sbatch.
     pub more: Vec<String>,

@@ -1,5 +1,5 @@
-//! `trainyard queue add`: checks a configuration, finds the shapes in which it can run here, and adds
-//! it to the queue.
+//! `trainyard queue add`: checks a configuration, finds the shapes in which it can run here, and
+//! adds it to the queue.
 
 use super::{Place, at, cores, now};
 use crate::commands::config::{load, resolve, resolve_for};
@@ -18,8 +18,8 @@ use trainyard_queue::{progress, time};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind};
 
-/// Add a job: a configuration that is trained when its turn comes. It is checked now, and kept as it
-/// is now.
+/// Add a job: a configuration that is trained when its turn comes. It is checked now, and kept as
+/// it is now.
 #[derive(clap::Args)]
 pub struct Args {
     /// A configuration in TOML. Paths in it are relative to the folder in which this command runs.
@@ -35,11 +35,12 @@ pub struct Args {
     /// hours that cost the least before its deadline, or within a week.
     #[arg(long, value_name = "CSV")]
     price: Option<PathBuf>,
-    /// Carbon intensity over time, as CSV lines `time,value`. With --price too, both count the same.
+    /// Carbon intensity over time, as CSV lines `time,value`. With --price too, both count the
+    /// same.
     #[arg(long, value_name = "CSV")]
     carbon: Option<PathBuf>,
-    /// Run only while others use at most this percentage of the cores, and begin at half of that. 20
-    /// if no number is given.
+    /// Run only while others use at most this percentage of the cores, and begin at half of that.
+    /// 20 if no number is given.
     #[arg(long, value_name = "PERCENT", num_args = 0..=1, default_missing_value = "20", require_equals = true)]
     idle: Option<f64>,
     /// Jobs of a higher priority are planned first.
@@ -158,8 +159,8 @@ fn free_name(config: &Path, directory: &Path, store: &Store) -> Result<String> {
     Ok(names.into_iter().find(is_free).expect("numbers do not end"))
 }
 
-/// The shapes in which the configuration can run here: the fastest plan for each number of cores, or
-/// its own layout.
+/// The shapes in which the configuration can run here: the fastest plan for each number of cores,
+/// or its own layout.
 fn shapes(args: &Args, resolved: &Resolved, unit: Unit) -> Result<Vec<Shape>> {
     let all = cores();
     let most = args.cores.unwrap_or(all);

@@ -102,8 +102,8 @@ pub fn run(command: &Command) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Changes jobs, and stops those that are not to run any more. A daemon would do it at its next look;
-/// without one it is done here.
+/// Changes jobs, and stops those that are not to run any more. A daemon would do it at its next
+/// look; without one it is done here.
 fn change(place: &Place, jobs: &[String], change: impl Fn(&mut Store, i64) -> Result<Job>) -> Result<()> {
     let mut store = place.store()?;
     let ids = jobs.iter().map(|job| store.find(job)).collect::<Result<Vec<_>, _>>()?;

@@ -11,8 +11,8 @@ use trainyard_queue::daemon::{Daemon, running};
 use trainyard_queue::job::{Job, State};
 
 /// Run the queue: look at jobs and machine again and again, start what is to run, and stop what is
-/// not. SIGINT or SIGTERM stops the jobs at their next step and ends it; a second one leaves the jobs
-/// running. A daemon that is killed loses nothing: jobs go on, and the next daemon finds them.
+/// not. SIGINT or SIGTERM stops the jobs at their next step and ends it; a second one leaves the
+/// jobs running. A daemon that is killed loses nothing: jobs go on, and the next daemon finds them.
 #[derive(clap::Args)]
 pub struct Args {
     /// Look once and end; jobs that run go on running. For cron, every few minutes.

@@ -28,7 +28,8 @@ pub struct ListArgs {
     place: Place,
 }
 
-/// Show a job: what was asked, its plan over the coming hours with its cost, and the end of its log.
+/// Show a job: what was asked, its plan over the coming hours with its cost, and the end of its
+/// log.
 #[derive(clap::Args)]
 pub struct ShowArgs {
     /// The number of a job, or the name of its run.
