@@ -1,4 +1,4 @@
-//! Jobs in time, end to end: they wait, run, stop, go on, and survive kills of the daemon and of
+//! The queue, end to end: jobs wait, run, stop, go on, and survive kills of the daemon and of
 //! their own processes.
 
 mod common;
@@ -133,14 +133,15 @@ fn a_job_waits_for_cheap_hours_unless_its_deadline_presses() {
 }
 
 #[test]
-fn a_job_stops_for_others_and_goes_on_when_the_machine_is_idle() {
+fn an_idle_job_waits_while_others_use_the_machine() {
     let folder = Folder::new();
-    let mut busy = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+    let mut busy = Command::new("timeout").args(["60", "sh", "-c", "while :; do :; done"]).spawn().unwrap();
     let long = ["add", "tiny.toml", "--as-is", "--idle=1", "--set", "training.steps=1000000"];
     queue(&folder, &long).ok();
     let looked = queue(&folder, &["run", "--once"]).ok();
     assert_eq!(looked.stdout, "1 waiting\n", "{}", looked.stderr);
-    busy.kill().unwrap();
+    // `timeout` passes it on.
+    kill(busy.id(), "TERM");
     busy.wait().unwrap();
     assert_eq!(jobs(&folder)[0]["starts"], 0);
     queue(&folder, &["cancel", "tiny"]).ok();
@@ -199,8 +200,8 @@ fn a_daemon_that_is_stopped_stops_its_jobs_and_the_next_one_goes_on() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// A job that has all cores makes room for one of higher priority, and goes on on those that are
-/// left: what it trains on goes on in order.
+/// A job that has all cores makes room for one of higher priority and continues on those that are
+/// left. Its steps stay in order.
 #[test]
 fn a_job_goes_on_on_fewer_cores_when_another_needs_some() {
     let folder = Folder::new();
@@ -393,6 +394,8 @@ const WRONG: &[Case<'static>] = &[
         &["parallel.ranks is 3, and 2 hosts x 1 ranks are 2"],
     ),
     (&["submit", "tiny.toml", "--to", "slurm", "--gpu", "h100"], 1, &["--gpus-per-node N"]),
+    (&["submit", "tiny.toml", "--to", "skypilot", "--gpus-per-node", "8", "--dry-run"], 1, &["give --gpu NAME"]),
+    (&["submit", "tiny.toml", "--to", "slurm", "--set", "run.name='a b'", "--dry-run"], 1, &["run.name \"a b\" cannot"]),
     (&["submit", "tiny.toml", "--to", "skypilot", "--follow"], 1, &["`sky jobs logs"]),
     (&["submit", "tiny.toml", "--to", "slurm", "--follow", "--dry-run"], 2, &["cannot be used with"]),
 ];

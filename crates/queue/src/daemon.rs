@@ -34,6 +34,8 @@ const CRASHES_MAX: u32 = 10;
 const BACKOFF_S_MAX: i64 = 600;
 /// The shortest time over which the machine's use is measured.
 const LOOK_MIN: Duration = Duration::from_millis(500);
+/// Time for which a lock on the daemon's file may be that of a command that looks for a daemon.
+const LOOKED_AT: Duration = Duration::from_millis(100);
 /// The file that the daemon locks.
 const LOCK: &str = "daemon.lock";
 
@@ -94,7 +96,8 @@ pub struct Daemon<'a> {
 /// it. None if there is none.
 pub fn running(folder: &Path) -> Option<u32> {
     let mut file = File::open(folder.join(LOCK)).ok()?;
-    match file.try_lock() {
+    // Shared, so that two who look do not take each other for a daemon.
+    match file.try_lock_shared() {
         Err(TryLockError::WouldBlock) => {
             let mut text = String::new();
             // Its number is only for messages.
@@ -132,10 +135,17 @@ impl<'a> Daemon<'a> {
         };
         let options = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
         let mut lock = options.map_err(error("create"))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Ok(None),
-            Err(TryLockError::Error(source)) => return Err(error("lock")(source)),
+        let begin = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => break,
+                // A command that looks for a daemon holds the lock for a moment.
+                Err(TryLockError::WouldBlock) if begin.elapsed() < LOOKED_AT => {
+                    std::thread::sleep(LOOKED_AT / 20);
+                }
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(source)) => return Err(error("lock")(source)),
+            }
         }
         lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id())).map_err(error("write"))?;
         Ok(Some(Daemon {

@@ -236,10 +236,10 @@ impl Planner<'_> {
         if let Some(why) = held(job) {
             return (nothing, vec![why.to_owned()]);
         }
-        let (costs, mut notes) = match self.costs() {
-            Ok(Some((costs, notes))) => (Some(costs), notes),
-            Ok(None) => (None, Vec::new()),
-            Err(why) => return (nothing, vec![format!("it waits, because a curve cannot be used: {why}")]),
+        let (costs, mut notes, broken) = match self.costs() {
+            Ok(Some((costs, notes))) => (Some(costs), notes, None),
+            Ok(None) => (None, Vec::new(), None),
+            Err(why) => (None, Vec::new(), Some(why)),
         };
         let blocked = self.blocked();
         let known = job.left().zip(job.speeds());
@@ -262,7 +262,19 @@ impl Planner<'_> {
             notes.push(why.clone());
         }
         let running = job.shape.filter(|_| job.state == State::Running);
+        // A file of prices may be gone for a moment, so a job that runs is not stopped for that.
+        let waits = |ends: Option<i64>| {
+            let is_pressed = job.request.deadline.is_some() && ends.is_none_or(|ends| ends >= horizon(job));
+            let why = broken.as_ref().filter(|_| running.is_none() && !is_pressed)?;
+            Some((nothing.clone(), vec![format!("it waits, because a curve cannot be used: {why}")]))
+        };
+        if let Some(why) = &broken {
+            notes.push(format!("a curve cannot be used, so costs do not count: {why}"));
+        }
         let Some((left, speeds)) = known else {
+            if let Some(waiting) = waits(None) {
+                return waiting;
+            }
             let unknown = if job.left().is_none() { "the number of its steps" } else { "its speed" };
             notes.push(format!("{unknown} is not known yet, so it runs as soon as it can"));
             let shapes = &job.request.shapes;
@@ -281,6 +293,9 @@ impl Planner<'_> {
             }
         }
         let plan = schedule::soonest(&slots(i64::MAX), &speeds, demand);
+        if let Some(waiting) = waits(plan.ends) {
+            return waiting;
+        }
         if let Some(deadline) = job.request.deadline.filter(|deadline| plan.ends.is_none_or(|ends| ends > *deadline)) {
             let ends = plan.ends.map_or("later than planned for".to_owned(), rfc3339);
             notes.push(format!("it cannot be done by {}: it is expected to end {ends}", rfc3339(deadline)));
@@ -294,7 +309,7 @@ impl Planner<'_> {
 
     fn start_reason(&self, shape: usize) -> String {
         let words = &self.job.request.shapes[shape].words;
-        if self.job.starts == 0 { format!("starts on {words}") } else { format!("goes on on {words}") }
+        if self.job.starts == 0 { format!("starts on {words}") } else { format!("continues on {words}") }
     }
 
     fn stop_reason(&self, plan: &Plan, wanted: Option<usize>) -> String {
@@ -302,7 +317,7 @@ impl Planner<'_> {
             return why.to_owned();
         }
         if let Some(shape) = wanted {
-            return format!("it goes on on {}", self.job.request.shapes[shape].words);
+            return format!("it continues on {}", self.job.request.shapes[shape].words);
         }
         if let Some(why) = self.blocked() {
             return why;
@@ -457,10 +472,24 @@ mod tests {
         let late = decide(MIDNIGHT, &[job.clone()], &night(), &machine(1));
         assert_eq!(starts(&late), [(1, 0)]);
         assert!(late.plans[0].notes[0].starts_with("it cannot be done by 2026-11-25T01:00:00Z"), "{late:?}");
-        // A curve that cannot be read holds the job back and says why.
-        job.request.price = Some("gone.csv".into());
+    }
+
+    #[test]
+    fn a_curve_that_cannot_be_read_starts_nothing_early_and_stops_nothing() {
+        let mut job = job(1, shapes(&[(1, 1.0)]));
+        (job.request.price, job.request.work) = (Some("gone.csv".into()), Some(7200.0));
+        let decision = decide(MIDNIGHT, &[job.clone()], &night(), &machine(1));
+        assert!(starts(&decision).is_empty(), "{decision:?}");
+        let note = &decision.plans[0].notes[0];
+        assert!(note.starts_with("it waits, because") && note.contains("gone.csv was not read"), "{note}");
+        // It starts in time for its deadline.
+        job.request.deadline = Some(MIDNIGHT + 4 * HOUR);
+        assert_eq!(starts(&decide(MIDNIGHT + HOUR, &[job.clone()], &night(), &machine(1))), []);
+        let pressed = decide(MIDNIGHT + 2 * HOUR, &[job.clone()], &night(), &machine(1));
+        assert_eq!(starts(&pressed), [(1, 0)]);
+        running(&mut job, 0);
         let decision = decide(MIDNIGHT, &[job], &night(), &machine(1));
-        assert!(starts(&decision).is_empty() && decision.plans[0].notes[0].contains("gone.csv was not read"));
+        assert!(decision.actions.is_empty() && decision.plans[0].notes[0].contains("costs do not count"), "{decision:?}");
     }
 
     #[test]

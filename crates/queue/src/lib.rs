@@ -1,5 +1,5 @@
-//! Training jobs of one machine, run in time: when the machine is idle, in hours that are cheap or
-//! clean, by priority and deadline, on as many cores as pay.
+//! A queue of training jobs for one machine. They run when the machine is idle, in hours that are
+//! cheap or clean, by priority and deadline, on as many cores as pay.
 //!
 //! - [`store`] keeps the jobs in one SQLite file. Every change of a job is one transaction.
 //! - [`cluster`] writes runs for Slurm, Kubernetes and SkyPilot.

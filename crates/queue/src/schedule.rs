@@ -324,13 +324,14 @@ impl Problem<'_> {
     fn trim(&self, chosen: &mut [Option<usize>]) {
         let mut surplus = self.work(chosen) - self.demand.work;
         let mut cost = finish(self.slots, self.shapes, self.demand, chosen.to_vec()).cost;
-        let mut refused: Vec<(usize, Option<usize>)> = Vec::new();
+        let states: Vec<Option<usize>> = self.states().collect();
+        let mut refused = vec![false; self.slots.len() * states.len()];
         while surplus > 0.0 {
-            let mut best: Option<(f64, usize, Option<usize>, f64)> = None;
+            let mut best: Option<(f64, usize, usize, f64)> = None;
             for index in 0..self.slots.len() {
                 let Some(now) = chosen[index] else { continue };
                 let before = if index == 0 { self.demand.running } else { chosen[index - 1] };
-                for state in self.states() {
+                for (number, state) in states.iter().copied().enumerate() {
                     let is_smaller = state.is_none_or(|shape| self.shapes[shape].cores < self.shapes[now].cores);
                     if !is_smaller {
                         continue;
@@ -345,25 +346,25 @@ impl Problem<'_> {
                     let lost = work(Some(now)) - work(state);
                     let slot = &self.slots[index];
                     let saved = cost_of(slot, self.shapes, Some(now)) - cost_of(slot, self.shapes, state);
-                    if lost > surplus || saved <= 0.0 || refused.contains(&(index, state)) {
+                    if lost > surplus || saved <= 0.0 || refused[index * states.len() + number] {
                         continue;
                     }
                     let ratio = saved / lost.max(1e-300);
                     if best.is_none_or(|(known, ..)| ratio >= known) {
-                        best = Some((ratio, index, state, lost));
+                        best = Some((ratio, index, number, lost));
                     }
                 }
             }
-            let Some((_, index, state, lost)) = best else { return };
-            let before = std::mem::replace(&mut chosen[index], state);
+            let Some((_, index, number, lost)) = best else { return };
+            let before = std::mem::replace(&mut chosen[index], states[number]);
             let trimmed = finish(self.slots, self.shapes, self.demand, chosen.to_vec());
             if trimmed.ends.is_none() || trimmed.cost >= cost {
                 chosen[index] = before;
-                refused.push((index, state));
+                refused[index * states.len() + number] = true;
                 continue;
             }
             cost = trimmed.cost;
-            refused.clear();
+            refused.fill(false);
             surplus -= lost;
         }
     }

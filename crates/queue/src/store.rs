@@ -3,7 +3,7 @@
 //! before or after.
 
 use crate::QueueError;
-use crate::job::{Job, Process, Request, State, Unit};
+use crate::job::{Job, Process, Request, Shape, State, Unit};
 use rusqlite::{Connection, OpenFlags, OptionalExtension, Row, Transaction, TransactionBehavior, params};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -326,6 +326,12 @@ fn job(row: &Row<'_>) -> rusqlite::Result<Job> {
     let pid_started: Option<i64> = row.get("pid_started")?;
     let rate: Option<f64> = row.get("measured_rate")?;
     let parsed = |name: &str, error: serde_json::Error| broken(name, error.to_string());
+    let shapes: Vec<Shape> = serde_json::from_value(json("shapes")?).map_err(|error| parsed("shapes", error))?;
+    let (shape, measured) = (index("shape")?, index("measured_shape")?.zip(rate));
+    let used = shape.into_iter().chain(measured.map(|(shape, _)| shape));
+    if shapes.is_empty() || used.into_iter().any(|shape| shape >= shapes.len()) {
+        return Err(broken("shapes", format!("{} shapes, and another one is used", shapes.len())));
+    }
     Ok(Job {
         id: row.get("id")?,
         request: Request {
@@ -341,7 +347,7 @@ fn job(row: &Row<'_>) -> rusqlite::Result<Job> {
             idle_below: row.get("idle_below")?,
             work: row.get("work")?,
             unit: if row.get::<_, String>("unit")? == "steps" { Unit::Steps } else { Unit::Seconds },
-            shapes: serde_json::from_value(json("shapes")?).map_err(|error| parsed("shapes", error))?,
+            shapes,
         },
         added: row.get("added")?,
         state: state.ok_or_else(|| broken("state", "no state of a job".to_owned()))?,
@@ -349,11 +355,11 @@ fn job(row: &Row<'_>) -> rusqlite::Result<Job> {
         why: row.get("why")?,
         is_paused: row.get("is_paused")?,
         is_cancelled: row.get("is_cancelled")?,
-        shape: index("shape")?,
+        shape,
         process: pid.zip(pid_started).map(|(pid, started)| Process { pid, started: started as u64 }),
         done: row.get("done")?,
         done_at_start: row.get("done_at_start")?,
-        measured: index("measured_shape")?.zip(rate),
+        measured,
         start_s: row.get("start_s")?,
         starts: row.get("starts")?,
         crashes: row.get("crashes")?,
@@ -364,7 +370,6 @@ fn job(row: &Row<'_>) -> rusqlite::Result<Job> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::Shape;
     use crate::job::testing::request;
 
     fn shapes() -> Vec<Shape> {

@@ -4,6 +4,7 @@ use crate::commands::config::{load, resolve_for};
 use crate::output::{chain, note, print, read};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
@@ -256,6 +257,11 @@ impl Args {
         }
     }
 
+    /// The secret of the ranks; without one where nothing is sent.
+    fn secret(&self) -> Result<String> {
+        if self.dry_run { Ok("made when it is submitted".to_owned()) } else { secret() }
+    }
+
     fn margin_s(&self, run: &Path) -> Result<u64> {
         if let Some(margin) = self.margin {
             return Ok(margin);
@@ -299,7 +305,7 @@ impl Args {
             array: self.array.clone(),
             more: self.sbatch.clone(),
         };
-        let text = script(submission, &options);
+        let text = script(submission, &options)?;
         if self.dry_run {
             print(text)?;
             return Ok(ExitCode::SUCCESS);
@@ -320,7 +326,7 @@ impl Args {
                 "--to kubernetes needs --image IMAGE, which holds the program, and --claim NAME, the volume with data and runs"
             );
         };
-        let secret = if self.dry_run { "made when it is submitted".to_owned() } else { secret()? };
+        let secret = self.secret()?;
         let options = Kubernetes {
             image: image.clone(),
             namespace: self.namespace.clone(),
@@ -364,7 +370,8 @@ impl Args {
         if self.bucket.is_none() {
             note("without --bucket the runs lie on the machine's disk: a job that is recovered begins again");
         }
-        let text = task(submission, &SkyPilot { bucket: self.bucket.clone(), spot: self.spot });
+        let options = SkyPilot { bucket: self.bucket.clone(), spot: self.spot, secret: self.secret()? };
+        let text = task(submission, &options)?;
         if self.dry_run {
             print(text)?;
             return Ok(ExitCode::SUCCESS);
@@ -372,7 +379,11 @@ impl Args {
         let directory = Path::new(&submission.directory);
         std::fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
         let file = directory.join(format!("{}.sky.yaml", submission.name));
-        std::fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;
+        // It holds a secret.
+        let mut private = std::fs::OpenOptions::new();
+        private.create(true).truncate(true).write(true).mode(0o600);
+        let written = private.open(&file).and_then(|mut file| file.write_all(text.as_bytes()));
+        written.with_context(|| format!("cannot write {}", file.display()))?;
         let mut command = Command::new("sky");
         command.args(["jobs", "launch", "--yes", "--detach-run", "--name", &submission.name]).arg(&file);
         print(send(&mut command, "")?)?;

@@ -31,10 +31,11 @@ pub struct Written {
 }
 
 impl Written {
-    /// Writes step, bytes and seconds to [`LAST`] in the run's folder: schedulers plan their
-    /// margins by it. It is no part of the checkpoint.
+    /// Writes step, bytes and seconds to [`LAST`] in the run's folder, from which schedulers plan
+    /// their margins. The file is no part of the checkpoint.
     ///
-    /// # Errors The file cannot be written.
+    /// # Errors
+    /// The file cannot be written.
     pub fn keep_time(&self) -> std::io::Result<()> {
         let Some(run) = self.path.parent().and_then(Path::parent) else { return Ok(()) };
         let text = json!({ "step": self.step, "bytes": self.bytes, "seconds": self.seconds });

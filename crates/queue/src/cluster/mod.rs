@@ -52,10 +52,16 @@ pub struct Submission {
     pub margin_s: u64,
 }
 
+/// Lines of shell that give the ranks of a job a secret that nobody else knows, unless there is one.
+const SECRET_LINES: &str = "[ -n \"${TRAINYARD_JOB_SECRET:-}\" ] || \
+    TRAINYARD_JOB_SECRET=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \\n')\n\
+    export TRAINYARD_JOB_SECRET\n";
 /// The delimiter of the configuration in a script.
 const DELIMITER: &str = "TRAINYARD_CONFIG";
-/// The longest name that a Kubernetes object may have here: pods add some characters to it.
-const NAME_MAX: usize = 52;
+/// The longest name of an object of Kubernetes. JobSet refuses a set whose pods' names would be
+/// longer than 63 characters, and adds `-workers`, `-0`, `-` with the number of the host (at most
+/// five digits), and `-` with five random characters.
+const NAME_MAX: usize = 63 - 8 - 2 - 6 - 6;
 
 impl Submission {
     /// Refuses what no script can carry.
@@ -196,7 +202,8 @@ mod tests {
     fn names_of_objects() {
         assert_eq!(object_name("My run_2.0").unwrap(), "my-run-2-0");
         assert_eq!(object_name("7b-llama").unwrap(), "b-llama");
-        assert_eq!(object_name(&"x-".repeat(60)).unwrap().len(), 51);
+        assert_eq!(object_name(&"x-".repeat(60)).unwrap(), "x-".repeat(21).trim_end_matches('-'));
+        assert_eq!(format!("{}-workers-0-65535-abcde", "x".repeat(NAME_MAX)).len(), 63);
         assert!(object_name("123").unwrap_err().to_string().contains("leaves no name"));
     }
 

@@ -2,6 +2,7 @@
 //! other clouds, when theirs are taken away.
 
 use super::{Submission, emit, quoted};
+use crate::QueueError;
 use serde_json::{Value, json};
 
 /// Options that only SkyPilot has.
@@ -12,17 +13,27 @@ pub struct Options {
     pub bucket: Option<String>,
     /// True for machines that may be taken away at any time.
     pub spot: bool,
+    /// The secret that the ranks share; a note in its place is not for use.
+    pub secret: String,
 }
 
 /// The task.
-pub fn task(submission: &Submission, options: &Options) -> String {
+///
+/// # Errors
+///
+/// GPUs without the name of their kind.
+pub fn task(submission: &Submission, options: &Options) -> Result<String, QueueError> {
     let Submission { name, nodes, ranks_per_node, cpus_per_rank, gpus_per_node, .. } = submission;
     let mut resources = json!({ "cpus": format!("{}+", ranks_per_node * cpus_per_rank) });
     if let Some(memory) = &submission.memory {
         resources["memory"] = json!(format!("{}+", memory.trim_end_matches(|c: char| c.is_ascii_alphabetic())));
     }
     if *gpus_per_node > 0 {
-        let gpu = submission.gpu.as_deref().unwrap_or("A100");
+        let Some(gpu) = &submission.gpu else {
+            return Err(QueueError::Refused(
+                "SkyPilot asks for GPUs by their name: give --gpu NAME, such as A100 or H100".to_owned(),
+            ));
+        };
         resources["accelerators"] = json!(format!("{gpu}:{gpus_per_node}"));
     }
     if options.spot {
@@ -32,6 +43,9 @@ pub fn task(submission: &Submission, options: &Options) -> String {
         resources["job_recovery"] = json!({ "max_restarts_on_errors": submission.restarts });
     }
     let mut task = json!({ "name": name, "num_nodes": nodes, "workdir": ".", "resources": resources });
+    if submission.ranks() > 1 {
+        task["secrets"] = json!({ "TRAINYARD_JOB_SECRET": options.secret });
+    }
     if let Some(bucket) = &options.bucket {
         let place = format!("~/sky_workdir/{}", submission.directory.trim_start_matches("./"));
         task["file_mounts"] = json!({ place: { "source": bucket, "mode": "MOUNT" } });
@@ -41,7 +55,7 @@ pub fn task(submission: &Submission, options: &Options) -> String {
         task["setup"] = json!(setup);
     }
     task["run"] = Value::String(commands(submission));
-    emit(&task)
+    Ok(emit(&task))
 }
 
 fn commands(submission: &Submission) -> String {
@@ -56,8 +70,9 @@ fn commands(submission: &Submission) -> String {
     };
     // Each host writes the configuration for itself.
     format!(
-        "set -eu\nrun={}/{}\nconfig=\"${{TMPDIR:-/tmp}}/{name}.toml\"\n{}{start}",
+        "set -eu\nrun={}/{}\nconfig=\"${{TMPDIR:-/tmp}}\"/{}.toml\n{}{start}",
         quoted(directory),
+        quoted(name),
         quoted(name),
         submission.arguments(&quoted(name)),
     )
@@ -70,7 +85,7 @@ mod tests {
 
     #[test]
     fn a_task_is_as_agreed() {
-        let options = Options { bucket: Some("s3://my-runs".to_owned()), spot: true };
+        let options = Options { bucket: Some("s3://my-runs".to_owned()), spot: true, secret: "0123".to_owned() };
         let gpus = Submission {
             gpus_per_node: 8,
             gpu: Some("H100".to_owned()),
@@ -88,6 +103,8 @@ resources:
   use_spot: true
   job_recovery:
     max_restarts_on_errors: 3
+secrets:
+  TRAINYARD_JOB_SECRET: "0123"
 file_mounts:
   "~/sky_workdir/runs":
     source: "s3://my-runs"
@@ -96,7 +113,7 @@ setup: "cargo install trainyard\n"
 run: |
   set -eu
   run=runs/my-run
-  config="${TMPDIR:-/tmp}/my-run.toml"
+  config="${TMPDIR:-/tmp}"/my-run.toml
   if [ -f "$run/config.toml" ]; then
       set -- --resume "$run"
   else
@@ -110,8 +127,12 @@ run: |
   exec trainyard launch --nnodes 2 --node-rank "$SKYPILOT_NODE_RANK" --nproc-per-node 2 \
       --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port 29400 train "$@"
 "#;
-        assert_eq!(task(&gpus, &options), expected);
-        let one = task(&Submission { nodes: 1, ranks_per_node: 1, restarts: 0, ..submission() }, &Options::default());
-        assert!(one.contains("exec trainyard train \"$@\"\n") && !one.contains("job_recovery"), "{one}");
+        assert_eq!(task(&gpus, &options).unwrap(), expected);
+        let one = Submission { nodes: 1, ranks_per_node: 1, restarts: 0, ..submission() };
+        let text = task(&one, &Options::default()).unwrap();
+        assert!(text.contains("exec trainyard train \"$@\"\n"), "{text}");
+        assert!(!text.contains("job_recovery") && !text.contains("secrets"), "{text}");
+        let error = task(&Submission { gpus_per_node: 8, ..one }, &Options::default()).unwrap_err().to_string();
+        assert!(error.contains("give --gpu NAME"), "{error}");
     }
 }

@@ -5,7 +5,8 @@
 //! own job: the element of an array, not the array. A script that was asked by anybody else (by
 //! `scancel`, or a preemption, after which Slurm requeues by itself) stops without that.
 
-use super::{Submission, quoted};
+use super::{SECRET_LINES, Submission, quoted};
+use crate::QueueError;
 use std::fmt::Write as _;
 
 /// Options that only Slurm has.
@@ -28,7 +29,11 @@ pub struct Options {
 pub const ELEMENT: &str = "{array}";
 
 /// The script.
-pub fn script(submission: &Submission, options: &Options) -> String {
+///
+/// # Errors
+///
+/// A value that a line of `#SBATCH` cannot carry.
+pub fn script(submission: &Submission, options: &Options) -> Result<String, QueueError> {
     let Submission { name, directory, nodes, ranks_per_node, cpus_per_rank, gpus_per_node, .. } = submission;
     let mut text = String::from(
         "#!/bin/bash\n# Made by `trainyard submit`. It trains until the run is done, over as many jobs as that takes.\n",
@@ -51,6 +56,7 @@ pub fn script(submission: &Submission, options: &Options) -> String {
         Some("open-mode=append".to_owned()),
         Some(format!("output={directory}/{name}-{log}.log")),
     ];
+    check(submission, options)?;
     for directive in
         directives.into_iter().flatten().chain(options.more.iter().map(|more| more.trim_start_matches('-').to_owned()))
     {
@@ -74,11 +80,12 @@ pub fn script(submission: &Submission, options: &Options) -> String {
         };
         arguments = arguments.lines().map(number).collect();
     }
+    let secret = if submission.ranks() > 1 { SECRET_LINES } else { "" };
     let _ = write!(
         text,
         r#"
 set -u
-{setup}name={own_name}
+{setup}{secret}name={own_name}
 run={folder}/"$name"
 config="$run.toml"
 job="{job}"
@@ -110,7 +117,39 @@ exit "$code"
         program = quoted(&submission.program),
         restarts = submission.restarts,
     );
-    text
+    Ok(text)
+}
+
+/// Refuses what sbatch would read otherwise: it splits lines of `#SBATCH` at white space, and
+/// replaces `%` in names of files.
+fn check(submission: &Submission, options: &Options) -> Result<(), QueueError> {
+    let refuse = |what: &str, text: &str, bad: &str| {
+        let text = format!("{what} {text:?} cannot stand in a batch script: leave out {bad}");
+        Err(QueueError::Refused(text))
+    };
+    let splits = |c: char| c.is_whitespace() || c.is_control() || "\"'\\#".contains(c);
+    for (what, text) in [("run.name", &submission.name), ("run.directory", &submission.directory)] {
+        if text.contains(|c: char| splits(c) || c == '%') {
+            return refuse(what, text, "white space, quotes, backslashes, # and %");
+        }
+    }
+    let values = [
+        ("--gpu", &submission.gpu),
+        ("--memory", &submission.memory),
+        ("--time", &options.time),
+        ("--partition", &options.partition),
+        ("--account", &options.account),
+        ("--array", &options.array),
+    ];
+    for (what, text) in values.into_iter().filter_map(|(what, text)| Some((what, text.as_ref()?))) {
+        if text.contains(splits) {
+            return refuse(what, text, "white space, quotes, backslashes and #");
+        }
+    }
+    match options.more.iter().find(|more| more.contains(['\n', '\r'])) {
+        Some(more) => refuse("--sbatch", more, "line ends"),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -134,6 +173,8 @@ mod tests {
 #SBATCH --output=runs/my-run-%j.log
 
 set -u
+[ -n "${TRAINYARD_JOB_SECRET:-}" ] || TRAINYARD_JOB_SECRET=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
+export TRAINYARD_JOB_SECRET
 name=my-run
 run=runs/"$name"
 config="$run.toml"
@@ -173,7 +214,24 @@ if [ "$code" -eq 130 ] && [ -n "$asked" ]; then
 fi
 exit "$code"
 "#;
-        assert_eq!(script(&submission(), &options), expected);
+        assert_eq!(script(&submission(), &options).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_sbatch_would_read_otherwise_is_refused() {
+        let plain = Options::default();
+        let part = Options { partition: Some("a b".to_owned()), ..Options::default() };
+        let more = Options { more: vec!["--qos=a\n#SBATCH --nodes=9".to_owned()], ..Options::default() };
+        for (submission, options, says) in [
+            (Submission { name: "my run".to_owned(), ..submission() }, &plain, "run.name \"my run\" cannot stand"),
+            (Submission { directory: "runs/%j".to_owned(), ..submission() }, &plain, "run.directory \"runs/%j\""),
+            (Submission { memory: Some("1G\n".to_owned()), ..submission() }, &plain, "--memory \"1G\\n\""),
+            (submission(), &part, "--partition \"a b\""),
+            (submission(), &more, "leave out line ends"),
+        ] {
+            let error = script(&submission, options).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
     }
 
     #[test]
@@ -193,14 +251,15 @@ exit "$code"
             more: vec!["--qos=high".to_owned()],
             time: None,
         };
-        let text = script(&array, &options);
+        let text = script(&array, &options).unwrap();
         for line in [
             "#SBATCH --array=0-3%2\n",
             "#SBATCH --gpus-per-node=h100:4\n",
             "#SBATCH --mem=64G\n",
             "#SBATCH --partition=gpu\n#SBATCH --account=lab\n",
             "#SBATCH --output=runs/my-run-%A_%a.log\n#SBATCH --qos=high\n",
-            "\nset -u\nmodule load cuda\nname=my-run-\"$SLURM_ARRAY_TASK_ID\"\n",
+            "\nset -u\nmodule load cuda\n[ -n ",
+            "\nexport TRAINYARD_JOB_SECRET\nname=my-run-\"$SLURM_ARRAY_TASK_ID\"\n",
             "job=\"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}\"\n",
             " --set 'training.seed='\"$SLURM_ARRAY_TASK_ID\"'' --set compute.device=cuda --set run.name=\"$name\"\n",
         ] {
@@ -231,7 +290,7 @@ exit "$code"
         write("bin/scontrol", "#!/bin/sh\necho \"scontrol $*\" >> calls\n");
         let options = Options { array: Some("2".to_owned()), ..Options::default() };
         let array = Submission { sets: vec!["training.seed={array}".to_owned()], ..submission() };
-        write("job.sh", &script(&array, &options));
+        write("job.sh", &script(&array, &options).unwrap());
         let run = || {
             let path = format!("{}:{}", folder.path().join("bin").display(), std::env::var("PATH").unwrap());
             let mut command = std::process::Command::new("bash");

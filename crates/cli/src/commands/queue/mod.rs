@@ -1,4 +1,4 @@
-//! `trainyard queue`: training jobs of one machine, run in time.
+//! `trainyard queue`: a queue of training jobs for one machine.
 
 mod add;
 mod run;
@@ -14,8 +14,8 @@ use trainyard_queue::daemon::{Daemon, Event, Start, running};
 use trainyard_queue::job::Job;
 use trainyard_queue::store::{Store, local_offset};
 
-/// Run training jobs on this machine in time: when it is idle, in cheap or clean hours, by priority
-/// and deadline, on as many ranks as pay.
+/// Queue training jobs on this machine: run them when it is idle, in cheap or clean hours, by
+/// priority and deadline, on as many ranks as pay.
 #[derive(clap::Subcommand)]
 pub enum Command {
     Add(Box<add::Args>),
