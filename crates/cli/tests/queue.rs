@@ -395,7 +395,11 @@ const WRONG: &[Case<'static>] = &[
     ),
     (&["submit", "tiny.toml", "--to", "slurm", "--gpu", "h100"], 1, &["--gpus-per-node N"]),
     (&["submit", "tiny.toml", "--to", "skypilot", "--gpus-per-node", "8", "--dry-run"], 1, &["give --gpu NAME"]),
-    (&["submit", "tiny.toml", "--to", "slurm", "--set", "run.name='a b'", "--dry-run"], 1, &["run.name \"a b\" cannot"]),
+    (
+        &["submit", "tiny.toml", "--to", "slurm", "--set", "run.name='a b'", "--dry-run"],
+        1,
+        &["run.name \"a b\" cannot"],
+    ),
     (&["submit", "tiny.toml", "--to", "skypilot", "--follow"], 1, &["`sky jobs logs"]),
     (&["submit", "tiny.toml", "--to", "slurm", "--follow", "--dry-run"], 2, &["cannot be used with"]),
 ];

@@ -489,7 +489,10 @@ mod tests {
         assert_eq!(starts(&pressed), [(1, 0)]);
         running(&mut job, 0);
         let decision = decide(MIDNIGHT, &[job], &night(), &machine(1));
-        assert!(decision.actions.is_empty() && decision.plans[0].notes[0].contains("costs do not count"), "{decision:?}");
+        assert!(
+            decision.actions.is_empty() && decision.plans[0].notes[0].contains("costs do not count"),
+            "{decision:?}"
+        );
     }
 
     #[test]

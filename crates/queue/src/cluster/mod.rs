@@ -52,7 +52,8 @@ pub struct Submission {
     pub margin_s: u64,
 }
 
-/// Lines of shell that give the ranks of a job a secret that nobody else knows, unless there is one.
+/// Lines of shell that give the ranks of a job a secret that nobody else knows, unless they have
+/// one.
 const SECRET_LINES: &str = "[ -n \"${TRAINYARD_JOB_SECRET:-}\" ] || \
     TRAINYARD_JOB_SECRET=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \\n')\n\
     export TRAINYARD_JOB_SECRET\n";
