@@ -239,12 +239,12 @@ impl Random {
     }
 }
 
-/// Acceptance bar: after 1,000 kills at random moments (8 unless all tests are requested) of the
+/// Acceptance bar: after 1,000 kills at random moments (4 unless all tests are requested) of the
 /// daemon, of jobs, or of both, no job is lost, no step is lost or repeated, and the weights are
 /// those of an undisturbed run.
 #[test]
 fn kills_lose_no_job_and_no_step() {
-    let wanted = trainyard_testing::cases("kills of a queue", 8, 1000);
+    let wanted = trainyard_testing::cases("kills of a queue", 4, 1000);
     let folder = Folder::new();
     let total = 150 + 25 * wanted;
     let sets = [format!("training.steps={total}"), "checkpoint.interval_steps=10".into(), "model.dropout=0.1".into()];

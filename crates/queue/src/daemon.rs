@@ -439,7 +439,8 @@ fn measure(job: &mut Job, now: i64) {
         let trained_s = (job.done - job.done_at_start) / rate;
         job.start_s = Some(((now - job.since) as f64 - trained_s).max(0.0));
     }
-    job.measured = Some((shape, rate));
+    job.measured.retain(|(known, _)| *known != shape);
+    job.measured.push((shape, rate));
 }
 
 #[cfg(test)]

@@ -505,7 +505,7 @@ mod tests {
         let note = decision.plans[0].notes.last().unwrap();
         assert!(note.contains("its speed is not known yet"), "{note}");
         running(&mut job, 0);
-        job.measured = Some((0, 1.0));
+        job.measured = vec![(0, 1.0)];
         assert_eq!(interrupts(&decide(MIDNIGHT, &[job], &night(), &machine(2))), [1]);
     }
 

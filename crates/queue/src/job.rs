@@ -148,8 +148,8 @@ pub struct Job {
     pub done: f64,
     /// `done` at the last start.
     pub done_at_start: f64,
-    /// The shape that was measured, and its units of work per second.
-    pub measured: Option<(usize, f64)>,
+    /// The shapes that were measured, the newest last, each with its units of work per second.
+    pub measured: Vec<(usize, f64)>,
     /// Measured seconds of work that a start loses.
     pub start_s: Option<f64>,
     /// How often it was started.
@@ -174,21 +174,16 @@ impl Job {
         self.start_s.unwrap_or(START_S)
     }
 
-    /// The work per second of every shape: the predictions, scaled so that the measured shape has
-    /// what was measured. None before anything is predicted or measured.
+    /// The work per second of every shape: what was measured, else what was predicted, scaled as
+    /// the newest measurement is to its prediction. None before anything is predicted or measured.
     pub fn speeds(&self) -> Option<Vec<Speed>> {
         let shapes = &self.request.shapes;
-        let scale = match self.measured {
-            Some((shape, rate)) => match shapes.get(shape)?.rate {
-                Some(predicted) => rate / predicted,
-                // Nothing is known of other shapes.
-                None => {
-                    return (shapes.len() == 1).then(|| vec![Speed { cores: shapes[0].cores, rate }]);
-                }
-            },
-            None => 1.0,
+        let scale = self.measured.last().and_then(|(shape, rate)| Some(rate / shapes.get(*shape)?.rate?));
+        let rate = |index: usize| {
+            let measured = self.measured.iter().find(|(shape, _)| *shape == index).map(|(_, rate)| *rate);
+            measured.or_else(|| Some(scale.unwrap_or(1.0) * shapes[index].rate?))
         };
-        shapes.iter().map(|shape| Some(Speed { cores: shape.cores, rate: scale * shape.rate? })).collect()
+        (0..shapes.len()).map(|index| Some(Speed { cores: shapes[index].cores, rate: rate(index)? })).collect()
     }
 }
 
@@ -211,7 +206,7 @@ pub(crate) mod testing {
             process: None,
             done: 0.0,
             done_at_start: 0.0,
-            measured: None,
+            measured: Vec::new(),
             start_s: Some(0.0),
             starts: 0,
             crashes: 0,
@@ -245,16 +240,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_measured_shape_scales_the_others() {
+    fn measured_shapes_scale_those_that_were_not() {
         let shape = |cores: u32, rate: Option<f64>| Shape { cores, sets: Vec::new(), words: String::new(), rate };
         let mut predicted = job(1, vec![shape(1, Some(10.0)), shape(2, Some(18.0))]);
         let rates = |job: &Job| job.speeds().map(|speeds| speeds.iter().map(|speed| speed.rate).collect::<Vec<_>>());
         assert_eq!(rates(&predicted), Some(vec![10.0, 18.0]));
-        predicted.measured = Some((1, 9.0));
+        predicted.measured = vec![(1, 9.0)];
         assert_eq!(rates(&predicted), Some(vec![5.0, 9.0]));
+        predicted.measured = vec![(1, 9.0), (0, 6.0)];
+        assert_eq!(rates(&predicted), Some(vec![6.0, 9.0]));
         let mut unknown = job(2, vec![shape(2, None)]);
         assert_eq!(rates(&unknown), None);
-        unknown.measured = Some((0, 4.0));
+        unknown.measured = vec![(0, 4.0)];
         assert_eq!(rates(&unknown), Some(vec![4.0]));
         (unknown.done, unknown.start_s) = (3000.0, None);
         assert_eq!((unknown.left(), unknown.start_s()), (Some(600.0), START_S));

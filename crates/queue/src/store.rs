@@ -23,7 +23,7 @@ CREATE TABLE jobs (
     state TEXT NOT NULL, since INTEGER NOT NULL, why TEXT NOT NULL, is_paused INTEGER NOT NULL DEFAULT 0,
     is_cancelled INTEGER NOT NULL DEFAULT 0,
     shape INTEGER, pid INTEGER, pid_started INTEGER, done REAL NOT NULL DEFAULT 0, done_at_start REAL NOT NULL DEFAULT 0,
-    measured_shape INTEGER, measured_rate REAL, start_s REAL, starts INTEGER NOT NULL DEFAULT 0,
+    measured TEXT NOT NULL DEFAULT '[]', start_s REAL, starts INTEGER NOT NULL DEFAULT 0,
     crashes INTEGER NOT NULL DEFAULT 0, not_before INTEGER NOT NULL DEFAULT 0
 );
 ";
@@ -260,12 +260,13 @@ impl Store {
     ///
     /// SQLite refuses.
     pub fn update(&mut self, job: &Job) -> Result<bool, QueueError> {
+        let measured = serde_json::json!(job.measured).to_string();
         let changed = self.change(|transaction| {
             transaction
                 .prepare_cached(
                     "UPDATE jobs SET state = ?2, since = ?3, why = ?4, shape = ?5, pid = ?6, pid_started = ?7, done = ?8, \
-                     done_at_start = ?9, measured_shape = ?10, measured_rate = ?11, start_s = ?12, starts = ?13, \
-                     crashes = ?14, not_before = ?15 WHERE id = ?1",
+                     done_at_start = ?9, measured = ?10, start_s = ?11, starts = ?12, crashes = ?13, \
+                     not_before = ?14 WHERE id = ?1",
                 )?
                 .execute(params![
                     job.id,
@@ -277,8 +278,7 @@ impl Store {
                     job.process.map(|process| process.started as i64),
                     job.done,
                     job.done_at_start,
-                    job.measured.map(|(shape, _)| shape as i64),
-                    job.measured.map(|(_, rate)| rate),
+                    measured,
                     job.start_s,
                     job.starts,
                     job.crashes,
@@ -324,12 +324,12 @@ fn job(row: &Row<'_>) -> rusqlite::Result<Job> {
     };
     let pid: Option<u32> = row.get("pid")?;
     let pid_started: Option<i64> = row.get("pid_started")?;
-    let rate: Option<f64> = row.get("measured_rate")?;
     let parsed = |name: &str, error: serde_json::Error| broken(name, error.to_string());
     let shapes: Vec<Shape> = serde_json::from_value(json("shapes")?).map_err(|error| parsed("shapes", error))?;
-    let (shape, measured) = (index("shape")?, index("measured_shape")?.zip(rate));
-    let used = shape.into_iter().chain(measured.map(|(shape, _)| shape));
-    if shapes.is_empty() || used.into_iter().any(|shape| shape >= shapes.len()) {
+    let measured: Vec<(usize, f64)> =
+        serde_json::from_value(json("measured")?).map_err(|error| parsed("measured", error))?;
+    let shape = index("shape")?;
+    if shapes.is_empty() || measured.iter().map(|(shape, _)| *shape).chain(shape).any(|shape| shape >= shapes.len()) {
         return Err(broken("shapes", format!("{} shapes, and another one is used", shapes.len())));
     }
     Ok(Job {
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!((&job.request, job.added, job.state), (&asked, 5, State::Waiting));
         (job.state, job.why, job.since) = (State::Running, "starts".to_owned(), 7);
         (job.shape, job.process) = (Some(0), Some(Process { pid: 4_000_000, started: 1 << 60 }));
-        (job.done, job.done_at_start, job.measured, job.start_s) = (3.5, 1.0, Some((0, 0.25)), Some(2.0));
+        (job.done, job.done_at_start, job.measured, job.start_s) = (3.5, 1.0, vec![(0, 0.25)], Some(2.0));
         (job.starts, job.crashes, job.not_before) = (2, 1, 11);
         assert!(store.update(&job).unwrap());
         drop(store);

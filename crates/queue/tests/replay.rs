@@ -109,7 +109,7 @@ fn replay(curve: &Curve, what: Known, from: i64, work: f64, seed: u64) -> Replay
         process: None,
         done: 0.0,
         done_at_start: 0.0,
-        measured: None,
+        measured: Vec::new(),
         start_s: None,
         starts: 0,
         crashes: 0,
@@ -117,7 +117,7 @@ fn replay(curve: &Curve, what: Known, from: i64, work: f64, seed: u64) -> Replay
     };
     let machine = Machine { cores: 4, others: None, pressure: BTreeMap::new() };
     let (mut cost, mut kills, mut ends) = (0.0, 0, None);
-    let (mut starting_s, mut saved, mut since_saved) = (0.0, 0.0, 0.0);
+    let (mut starting_s, mut saved, mut since_saved, mut seconds_since_start) = (0.0, 0.0, 0.0, 0.0);
     let mut at = from;
     while ends.is_none() && at < deadline + 2 * DAY_S {
         let curves = Curves::from([(file.clone(), Ok(known(curve, at, what)))]);
@@ -126,7 +126,7 @@ fn replay(curve: &Curve, what: Known, from: i64, work: f64, seed: u64) -> Replay
                 Action::Start { shape, .. } => {
                     (job.state, job.shape, job.since, job.starts) = (State::Running, Some(shape), at, job.starts + 1);
                     (job.process, job.done_at_start) = (Some(Process { pid: 1, started: 1 }), job.done);
-                    starting_s = START_S;
+                    (starting_s, seconds_since_start) = (START_S, 0.0);
                 }
                 // It writes a checkpoint, and goes on at the next look.
                 Action::Interrupt { .. } => {
@@ -143,7 +143,11 @@ fn replay(curve: &Curve, what: Known, from: i64, work: f64, seed: u64) -> Replay
             job.done += rate * trained_s;
             let used_s = busy_s + trained_s;
             cost += f64::from(cores) * used_s * curve.mean(at, at + used_s.ceil().max(1.0) as i64) / 3600.0;
-            (job.measured, job.start_s) = (Some((shape, rate)), Some(START_S));
+            // As the daemon measures: the mean since the start.
+            seconds_since_start += trained_s;
+            job.measured.retain(|(known, _)| *known != shape);
+            job.measured.push((shape, (job.done - job.done_at_start) / seconds_since_start));
+            job.start_s = Some(START_S);
             since_saved += trained_s;
             if since_saved >= CHECKPOINT_S {
                 (since_saved, saved) = (0.0, job.done);
@@ -214,4 +218,6 @@ fn deadlines_are_kept_where_only_tomorrow_is_known() {
     let prices = worst("austria-2022-12.csv", "2022-12-12T00:00:00Z", Known::DayAhead);
     let carbon = worst("great-britain-2020-06.csv", "2020-06-15T00:00:00Z", Known::DayAhead);
     println!("worst: {prices:.3} of prices, {carbon:.3} of carbon");
+    // 1.12 and 1.16 were measured; no schedule reaches 1.0 without knowing the week.
+    assert!(prices < 1.2 && carbon < 1.2, "{prices} {carbon}");
 }

@@ -163,7 +163,7 @@ pub fn show(args: &ShowArgs) -> Result<()> {
             Unit::Steps => format!(": {:.2} ms a step", 1e3 / speeds[index].rate),
             Unit::Seconds => String::new(),
         });
-        let measured = if job.measured.is_some_and(|(shape, _)| shape == index) { ", measured" } else { "" };
+        let measured = if job.measured.iter().any(|(shape, _)| *shape == index) { ", measured" } else { "" };
         line(if index == 0 { "shapes" } else { "" }, format!("{}{speed}{measured}", shape.words));
     }
     if let Some(plan) = plan {
