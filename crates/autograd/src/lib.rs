@@ -24,4 +24,4 @@ pub use error::{AutogradError, Result};
 pub use functions::{Function, TABLE};
 pub use halves::Deferred;
 pub use parameters::{Adapter, AdapterOutputs, GradientTarget, Gradients, ParamId, Parameter, Parameters, Store};
-pub use tape::{Operand, Place, Policy, RandomKey, Recording, Saved, Tape, Var};
+pub use tape::{Observer, Operand, Place, Policy, RandomKey, Recording, Saved, Tape, Var};

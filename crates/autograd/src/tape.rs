@@ -107,12 +107,16 @@ pub(crate) struct Value {
     pub wanted: bool,
 }
 
+/// Sees the input [m, k] of every product with a weight in [`Tape::linear`].
+pub type Observer<'a> = &'a mut dyn FnMut(ParamId, &Tensor) -> Result<()>;
+
 /// Records the functions that model code applies.
 pub struct Tape<'a> {
     device: Device,
     parameters: &'a dyn Parameters,
     gradients: Option<&'a mut dyn Gradients>,
     fp8: Option<&'a BTreeMap<ParamId, Scaling>>,
+    observer: Option<Observer<'a>>,
     policy: Policy,
     random: RandomKey,
     sites: u32,
@@ -139,6 +143,7 @@ impl<'a> Tape<'a> {
             parameters,
             gradients: None,
             fp8: None,
+            observer: None,
             policy,
             random,
             sites: 0,
@@ -160,6 +165,16 @@ impl<'a> Tape<'a> {
     pub fn with_fp8(mut self, layers: &'a BTreeMap<ParamId, Scaling>) -> Tape<'a> {
         self.fp8 = Some(layers);
         self
+    }
+
+    /// Shows `observer` the inputs of linear layers, before each product.
+    pub fn with_observer(mut self, observer: Observer<'a>) -> Tape<'a> {
+        self.observer = Some(observer);
+        self
+    }
+
+    pub(crate) fn observe(&mut self, weight: ParamId, input: &Tensor) -> Result<()> {
+        self.observer.as_mut().map_or(Ok(()), |observer| observer(weight, input))
     }
 
     /// Continues the numbering of random functions after `sites` of them, for a unit that is

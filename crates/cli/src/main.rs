@@ -14,8 +14,8 @@ mod output;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    advise, bench, calibrate, completions, config, dash, data, doctor, eval, export, generate, launch, plan, program,
-    queue, report, runs, submit, supervise, tokenizer, top, trace, train,
+    advise, bench, calibrate, completions, config, dash, data, doctor, eval, export, generate, launch, merge, plan,
+    program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -37,6 +37,9 @@ enum Command {
     Eval(eval::Args),
     Generate(generate::Args),
     Export(export::Args),
+    Prune(prune::Args),
+    Quantize(quantize::Args),
+    Merge(merge::Args),
     #[command(subcommand)]
     Tokenizer(tokenizer::Command),
     #[command(subcommand)]
@@ -91,6 +94,9 @@ fn main() -> ExitCode {
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Generate(args) => generate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Export(args) => export::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Prune(args) => prune::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Quantize(args) => quantize::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Merge(args) => merge::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Tokenizer(command) => tokenizer::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Data(command) => data::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Config(command) => config::run(&command).map(|()| ExitCode::SUCCESS),

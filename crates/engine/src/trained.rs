@@ -169,6 +169,20 @@ fn open_hugging_face(
     dtype: Option<DType>,
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
+    let (spec, tokenizer) = open_description(folder, &mut *note)?;
+    let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
+    for line in load_weights(&mut rank, folder, None)? {
+        note(&line);
+    }
+    Ok(Trained { rank, tokenizer, spec, run: None })
+}
+
+/// The description and the tokenizer of a Hugging Face folder or a GGUF file, whose weights are not
+/// read.
+///
+/// # Errors
+/// If it is neither; a configuration that is not supported; no tokenizer.
+pub fn open_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<(ModelSpec, Tokenizer)> {
     let unreadable = |error: std::io::Error| {
         let absent = if folder.exists() { String::new() } else { place_of(folder, &error) };
         let hub = folder.to_str().filter(|_| !folder.exists()).and_then(|name| hub_model(name, "DIR"));
@@ -185,12 +199,7 @@ fn open_hugging_face(
     };
     let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
     notes.iter().for_each(|line| note(line));
-    let tokenizer = pretrained::tokenizer(folder)?;
-    let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
-    for line in load_weights(&mut rank, folder, None)? {
-        note(&line);
-    }
-    Ok(Trained { rank, tokenizer, spec, run: None })
+    Ok((spec, pretrained::tokenizer(folder)?))
 }
 
 /// Sets all parameters to those that the run of `config` began with. Its checkpoints do not have

@@ -41,6 +41,7 @@ impl Tape<'_> {
     /// [`Tape::linear`] without what an adapter adds.
     pub(super) fn own_linear(&mut self, x: &Var, w: ParamId, options: LinearOptions<'_>) -> Result<Var> {
         let LinearOptions { bias, activation, residual } = options;
+        self.observe(w, x.tensor())?;
         let mut inputs = vec![Operand::from(x), w.into()];
         inputs.extend(bias.map(Operand::from));
         inputs.extend(residual.map(Operand::from));

@@ -1,21 +1,14 @@
 //! `trainyard eval`: the loss of a trained model on text.
 
-use super::data::tokenizing;
+use super::texts::{LENGTH_MAX, Scratch, open};
 use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
-use std::path::{Path, PathBuf};
-use trainyard_data::prepare::validation_prefix;
-use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
-use trainyard_engine::corpora::{begins_otherwise, check_made_by, open_text};
+use std::path::PathBuf;
 use trainyard_engine::evaluate::{EvaluationSettings, evaluate_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::trained::open_trained;
-
-/// Default upper limit for the tokens of a row, for a model that was not trained here: its longest
-/// sequence may be impractically long.
-const LENGTH_MAX: usize = 1024;
 
 /// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte.
 #[derive(clap::Args)]
@@ -107,57 +100,5 @@ pub fn run(args: &Args) -> Result<()> {
     match metrics.bits_per_byte {
         Some(bits) => print(format_args!("bits per byte  {bits:.4}\n")),
         None => print("bits per byte  unknown: not all of the text was read\n"),
-    }
-}
-
-/// Opens the texts as token files. Those that are not are tokenized into `scratch`.
-fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -> Result<Vec<IndexedTokens>> {
-    let mut texts = Vec::new();
-    for (number, path) in paths.iter().enumerate() {
-        let bare = match path.extension() {
-            Some(extension) if extension == "idx" || extension == "bin" => path.with_extension(""),
-            _ => path.clone(),
-        };
-        let is_tokens = |prefix: &Path| {
-            let mut index = prefix.to_owned().into_os_string();
-            index.push(".idx");
-            Path::new(&index).is_file()
-        };
-        // The OUT of `data prepare` is named as in data.train; its held-back part is evaluated.
-        if let Some(prefix) = [validation_prefix(&bare), bare].into_iter().find(|prefix| is_tokens(prefix)) {
-            check_made_by(tokenizer, &prefix)?;
-            begins_otherwise(tokenizer, &prefix)?.iter().for_each(|line| note(line));
-            texts.push(IndexedTokens::open(&prefix)?);
-            continue;
-        }
-        let corpus = open_text(std::slice::from_ref(path), field)?;
-        let out = scratch.join(format!("text-{number}"));
-        let options = PrepareOptions { validation_fraction: 0.0, reuse: false, ..PrepareOptions::new(out) };
-        let made = prepare(&corpus, tokenizer, &options, tokenizing())
-            .with_context(|| format!("cannot tokenize {}", path.display()))?;
-        texts.push(IndexedTokens::open(&made.train)?);
-    }
-    Ok(texts)
-}
-
-/// A temporary folder, removed when dropped.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> Result<Scratch> {
-        let path = std::env::temp_dir().join(format!("trainyard-eval-{}", std::process::id()));
-        std::fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
-        Ok(Scratch(path))
-    }
-
-    fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Remains in a temporary folder are harmless.
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

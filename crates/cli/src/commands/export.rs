@@ -61,6 +61,19 @@ fn dtype_of(model: &Path) -> Result<DType> {
     })
 }
 
+/// The type of the weights of a folder that is written of `model`, and the reason in words.
+pub fn stored_dtype(
+    asked: Option<Precision>,
+    model: &Path,
+    trained: Option<&Trained>,
+) -> Result<(DType, &'static str)> {
+    Ok(match (asked, trained.and_then(|trained| trained.run.as_ref())) {
+        (Some(dtype), _) => (dtype.dtype(), ""),
+        (None, Some(run)) => (shape::dtype_of(run.config.precision.compute), ", as the run computes"),
+        (None, None) => (dtype_of(model)?, ", as config.json says"),
+    })
+}
+
 /// Writes the adapters of a run.
 fn adapter(args: &Args, trained: &Trained) -> Result<()> {
     let base = trained.run.as_ref().and_then(|run| run.config.model.path.as_deref()).unwrap_or(&args.model);
@@ -91,11 +104,7 @@ pub fn run(args: &Args) -> Result<()> {
     if args.adapter {
         return adapter(args, &trained);
     }
-    let (dtype, because) = match (args.dtype, &trained.run) {
-        (Some(dtype), _) => (dtype.dtype(), ""),
-        (None, Some(run)) => (shape::dtype_of(run.config.precision.compute), ", as the run computes"),
-        (None, None) => (dtype_of(&args.model)?, ", as config.json says"),
-    };
+    let (dtype, because) = stored_dtype(args.dtype, &args.model, Some(&trained))?;
     let generation = super::generation_config(&args.model)?;
     let options = ExportOptions { dtype, max_shard_bytes: args.max_shard_size, generation };
     let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> { trained.merged_unit(unit, out) };

@@ -8,6 +8,7 @@ pub mod calibrate;
 pub mod clean;
 pub mod collectives;
 pub mod completions;
+pub mod compress;
 pub mod config;
 pub mod dash;
 pub mod data;
@@ -21,14 +22,18 @@ pub mod inspect_text;
 pub mod largest;
 pub mod launch;
 pub mod layouts;
+pub mod merge;
 pub mod plan;
 pub mod program;
+pub mod prune;
+pub mod quantize;
 pub mod queue;
 pub mod records;
 pub mod report;
 pub mod runs;
 pub mod submit;
 pub mod supervise;
+pub mod texts;
 pub mod tokenizer;
 pub mod top;
 pub mod trace;
@@ -80,8 +85,13 @@ pub struct BosArgs {
 impl BosArgs {
     /// The model's tokenizer with this option applied; the choice is printed.
     pub fn tokenizer(&self, trained: &Trained) -> Result<Tokenizer> {
-        let of_run = trained.run.as_ref().and_then(|run| run.config.tokenizer.add_bos);
-        let tokenizer = trained.tokenizer.clone().with_bos(self.add_bos.or(of_run)).context("--add-bos")?;
+        self.applied(&trained.tokenizer, Some(trained))
+    }
+
+    /// As [`BosArgs::tokenizer`], of a model that need not be a run.
+    pub fn applied(&self, tokenizer: &Tokenizer, trained: Option<&Trained>) -> Result<Tokenizer> {
+        let of_run = trained.and_then(|trained| trained.run.as_ref()?.config.tokenizer.add_bos);
+        let tokenizer = tokenizer.clone().with_bos(self.add_bos.or(of_run)).context("--add-bos")?;
         if let Some(words) = tokenizer.around_in_words() {
             note(&format!("the tokenizer {words}"));
         }

@@ -271,6 +271,7 @@ impl Reader {
         let Some(end) = bytes.and_then(|bytes| start.checked_add(bytes as u64)) else {
             return Err(format!("tensor `{name}`, {} {shape:?}, is impossible", encoding.name()));
         };
-        Ok((name, StoredTensor { dtype: encoding.name().into(), shape, range: start..end, change: Change::None }))
+        let (dtype, change) = (encoding.name().into(), Change::None);
+        Ok((name, StoredTensor { dtype, shape, range: start..end, change, packed: None }))
     }
 }

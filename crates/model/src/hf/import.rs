@@ -6,6 +6,7 @@
 use super::{ConfigError, Keys};
 use crate::families::Family;
 use crate::spec::ModelSpec;
+use crate::weights::PackedFormat;
 use serde_json::Value;
 
 /// A translated configuration.
@@ -26,11 +27,18 @@ pub fn from_config_json(text: &str) -> Result<Imported, ConfigError> {
     };
     let mut spec = family.read_config(&mut keys, &model_type)?;
     keys.special_tokens(&mut spec)?;
-    keys.refuse("quantization_config", &[], "weights must be f32, bf16 or f16: use the unquantised model")?;
+    let packed = keys.take("quantization_config").filter(|value| !value.is_null());
+    let packed = packed.as_ref().map(PackedFormat::of_config).transpose()?;
     keys.refuse("add_cross_attention", &[Value::Bool(false)], "decoders without an encoder only")?;
     keys.refuse("is_encoder_decoder", &[Value::Bool(false)], "decoders without an encoder only")?;
     keys.refuse("tie_encoder_decoder", &[Value::Bool(false)], "decoders without an encoder only")?;
-    let notes = keys.finish();
+    let mut notes = keys.finish();
+    notes.extend(packed.map(|format| {
+        format!(
+            "the matrices of its blocks have {} bits (compressed-tensors) and are decoded when they are read",
+            format.bits
+        )
+    }));
     spec.validate().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
     spec.model_type = super::export::usual(&spec).is_none_or(|usual| usual != model_type).then_some(model_type);
     Ok(Imported { spec, notes })

@@ -2,6 +2,7 @@
 //! in it and in [GGUF files](crate::gguf).
 
 use super::WeightsError;
+use super::packed::PackedParts;
 use crate::gguf::Quantisation;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
@@ -10,7 +11,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use trainyard_base::lock;
 use trainyard_tensor::{Element, bf16, f16};
 
@@ -140,6 +141,9 @@ pub struct StoredTensor {
     pub range: std::ops::Range<u64>,
     /// The difference between what is stored and the tensor of a Hugging Face file.
     pub change: Change,
+    /// The other parts of a matrix of few bits. `dtype` is then that of its values, `shape` that of
+    /// the matrix, and `range` the place of its codes.
+    pub packed: Option<Arc<PackedParts>>,
 }
 
 /// The difference between a stored tensor and that of a Hugging Face file.
@@ -294,7 +298,7 @@ fn check(entries: Entries, data_len: u64) -> Result<BTreeMap<String, StoredTenso
         }
         ranges.push((start, end, name.clone()));
         if tensors
-            .insert(name.clone(), StoredTensor { dtype, shape, range: start..end, change: Change::None })
+            .insert(name.clone(), StoredTensor { dtype, shape, range: start..end, change: Change::None, packed: None })
             .is_some()
         {
             return Err(format!("tensor `{name}` is there twice"));

@@ -12,14 +12,16 @@
 
 mod adapter;
 mod file;
+mod packed;
 mod read;
 mod write;
 
 pub use adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, read_adapter_config};
 pub use file::{Change, Encoding, StoredDType, StoredTensor, TensorFile};
+pub use packed::{PACKED_BITS, PackedFormat, PackedMatrix, PackedParts, is_packed};
 pub(crate) use read::Places;
 pub use read::WeightReader;
-pub use write::{ExportOptions, Exported, export};
+pub use write::{ExportOptions, Exported, export, export_packed};
 
 use std::path::PathBuf;
 

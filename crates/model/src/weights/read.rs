@@ -1,6 +1,7 @@
 //! Reading a folder of weights into a model's flat unit buffers.
 
-use super::file::{Change, StoredTensor, TensorFile};
+use super::file::{Change, Encoding, StoredTensor, TensorFile};
+use super::packed::{self, PackedParts};
 use super::{INDEX, SINGLE, WeightsError};
 use crate::gguf;
 use crate::hf::implied_zeros;
@@ -50,6 +51,7 @@ impl WeightReader {
             Some(spec) => gguf::open_weights(folder, spec, &mut notes)?,
             None => open_files(folder)?,
         };
+        packed::join(folder, &files, &mut places)?;
         drop_buffers(model, &mut places, &mut notes);
         add_prefix(model, &mut places);
         let layouts = (0..model.units().len()).map(|unit| model.layout(unit, 1)).collect();
@@ -224,6 +226,9 @@ impl WeightReader {
         first: usize,
         out: &mut [f32],
     ) -> Result<(), WeightsError> {
+        if let Some(parts) = &tensor.packed {
+            return self.read_packed(file, tensor, parts, first, out);
+        }
         let file = &self.files[file];
         let Some(encoding) = tensor.encoding() else {
             let problem = format!("a tensor of dtype {} is needed as f32, bf16 or f16", tensor.dtype);
@@ -248,6 +253,50 @@ impl WeightReader {
                 part.copy_from_slice(&values[at - start..stop - start]);
             }
             at = stop;
+        }
+        Ok(())
+    }
+
+    /// Elements `first ..` of a matrix of few bits.
+    fn read_packed(
+        &self,
+        file: usize,
+        tensor: &StoredTensor,
+        parts: &PackedParts,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<(), WeightsError> {
+        let PackedParts { format, scales: (of_scales, scales) } = parts;
+        let (columns, encoding) = (tensor.shape[1], scales.encoding());
+        let (Some(encoding), false) = (encoding, out.is_empty()) else { return Ok(()) };
+        let (groups, group) = (format.groups(columns), format.group_in(columns));
+        let (row_bytes, scale_bytes) = (format.row_bytes(columns), groups * encoding.block().1);
+        let rows = first / columns..(first + out.len()).div_ceil(columns);
+        let each = (CHUNK / row_bytes).max(1);
+        let (mut bytes, mut factors) = (Vec::new(), vec![0.0; groups]);
+        let (mut codes, mut values) = (vec![0; columns], vec![0.0; columns]);
+        let mut rounded = Vec::new();
+        for start in rows.clone().step_by(each) {
+            let count = each.min(rows.end - start);
+            bytes.resize(count * (row_bytes + scale_bytes), 0);
+            let (of_codes, of_factors) = bytes.split_at_mut(count * row_bytes);
+            self.files[file].read(tensor, start * row_bytes, of_codes)?;
+            self.files[*of_scales].read(scales, start * scale_bytes, of_factors)?;
+            let lines = of_codes.chunks_exact(row_bytes).zip(of_factors.chunks_exact(scale_bytes));
+            for (row, (line, factor_bytes)) in lines.enumerate() {
+                format.unpack(line, &mut codes);
+                encoding.decode(factor_bytes, &mut factors);
+                for ((codes, values), factor) in codes.chunks(group).zip(values.chunks_mut(group)).zip(&factors) {
+                    codes.iter().zip(values).for_each(|(code, value)| *value = f32::from(*code) * factor);
+                }
+                if let Encoding::Float(dtype) = encoding {
+                    dtype.encode(&values, &mut rounded);
+                    dtype.decode(&rounded, &mut values);
+                }
+                let at = (start + row) * columns;
+                let (from, to) = (at.max(first), (at + columns).min(first + out.len()));
+                out[from - first..to - first].copy_from_slice(&values[from - at..to - at]);
+            }
         }
         Ok(())
     }

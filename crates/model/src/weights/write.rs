@@ -1,6 +1,7 @@
 //! Writing a Hugging Face folder.
 
 use super::file::StoredDType;
+use super::packed::{PackedFormat, PackedMatrix, is_packed};
 use super::{INDEX, SINGLE, WeightsError};
 use crate::hf::{config_json, generation_config_json, implied_zeros};
 use crate::parameter::{ParameterSpec, Source};
@@ -10,6 +11,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use trainyard_autograd::ParamId;
 use trainyard_tensor::DType;
 
 /// Options of writing weights.
@@ -54,6 +56,21 @@ struct Plan {
     sizes: Vec<u64>,
     places: BTreeMap<String, Place>,
     elements: u64,
+    bytes: u64,
+}
+
+/// A tensor that is to be written.
+struct Planned {
+    dtype: &'static str,
+    shape: Vec<usize>,
+    bytes: u64,
+}
+
+impl Planned {
+    fn new(dtype: &'static str, element_bytes: usize, shape: Vec<usize>) -> Planned {
+        let bytes = (shape.iter().product::<usize>() * element_bytes) as u64;
+        Planned { dtype, shape, bytes }
+    }
 }
 
 /// Writes `config.json`, `generation_config.json` and the weights of `model` into `folder`, which
@@ -71,22 +88,74 @@ pub fn export<E>(
 where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
+    write_folder(folder, model, options, None, |unit, out| values(unit, out).map(|()| BTreeMap::new()))
+}
+
+/// As [`export`], with the matrices of blocks in few bits, as compressed-tensors packs them.
+///
+/// `values(unit, out)` gives the codes of the unit's matrices by their index ([`is_packed`]), and
+/// fills `out` with the other parameters; what it fills in for the matrices is not read.
+///
+/// # Errors
+/// As [`export`]; a family whose files hold transposed matrices, which the format does not know; a
+/// matrix without codes, or with too few.
+///
+/// [`is_packed`]: super::is_packed
+pub fn export_packed<E>(
+    folder: &Path,
+    model: &Model,
+    options: ExportOptions,
+    format: PackedFormat,
+    values: impl FnMut(usize, &mut [f32]) -> Result<BTreeMap<usize, PackedMatrix>, E>,
+) -> Result<Exported, ModelError>
+where
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let transposed = |(_, spec): &(ParamId, &ParameterSpec)| spec.sources.iter().any(|source| source.transposed);
+    if model.parameters().any(|parameter| transposed(&parameter)) {
+        let why = "its files hold transposed matrices, and compressed-tensors packs those of linear layers only";
+        return Err(WeightsError::NotExportable(why.into()).into());
+    }
+    write_folder(folder, model, options, Some(format), values)
+}
+
+fn write_folder<E>(
+    folder: &Path,
+    model: &Model,
+    options: ExportOptions,
+    format: Option<PackedFormat>,
+    mut values: impl FnMut(usize, &mut [f32]) -> Result<BTreeMap<usize, PackedMatrix>, E>,
+) -> Result<Exported, ModelError>
+where
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
     let spec = model.spec().ok_or_else(|| {
         WeightsError::NotExportable("it is built of units of one's own, for which there is no config.json".into())
     })?;
-    let config = config_json(spec, options.dtype)?;
-    let plan = Plan::new(model, implied_zeros(spec), &options)?;
+    let mut config = config_json(spec, options.dtype)?;
+    if let Some(format) = format {
+        let mut keys: Map<String, Value> = serde_json::from_str(&config).expect("it was written as an object");
+        keys.insert("quantization_config".into(), format.config());
+        config = format!("{:#}\n", Value::Object(keys));
+    }
+    let plan = Plan::new(model, implied_zeros(spec), &options, format)?;
     fs::create_dir_all(folder).map_err(WeightsError::io("creating", folder))?;
     let partials = Partials(plan.names.iter().map(|name| partial(&folder.join(name))).collect());
     let mut files = plan.create(folder)?;
     for (index, unit) in model.units().iter().enumerate() {
         let layout = model.layout(index, 1);
         let mut flat = vec![0.0; layout.elements()];
-        values(index, &mut flat)
+        let packed = values(index, &mut flat)
             .map_err(|error| WeightsError::Values { unit: unit.name().into(), source: error.into() })?;
         for (number, parameter) in unit.parameters().iter().enumerate() {
+            let is_packed = is_packed(model, ParamId::new(index as u32, number as u32));
             for source in &parameter.sources {
-                plan.write(&mut files, folder, parameter, source, &flat[layout.range(number)])?;
+                match format.filter(|_| is_packed) {
+                    None => plan.write(&mut files, folder, parameter, source, &flat[layout.range(number)])?,
+                    Some(format) => {
+                        plan.write_packed(&mut files, folder, parameter, source, format, packed.get(&number))?;
+                    }
+                }
             }
         }
     }
@@ -108,7 +177,7 @@ where
     for stale in stale(folder, &plan.names) {
         fs::remove_file(&stale).map_err(WeightsError::io("removing", &stale))?;
     }
-    Ok(Exported { files: written, bytes: plan.elements * plan.dtype.size() as u64 })
+    Ok(Exported { files: written, bytes: plan.bytes })
 }
 
 /// Weight files in `folder` that are not among `names`: a single file, or parts with their index.
@@ -129,36 +198,55 @@ fn stale(folder: &Path, names: &[String]) -> Vec<PathBuf> {
 }
 
 impl Plan {
-    fn new(model: &Model, zeros: Vec<(String, Vec<usize>)>, options: &ExportOptions) -> Result<Plan, WeightsError> {
+    fn new(
+        model: &Model,
+        zeros: Vec<(String, Vec<usize>)>,
+        options: &ExportOptions,
+        format: Option<PackedFormat>,
+    ) -> Result<Plan, WeightsError> {
         let dtype = match options.dtype {
             DType::F32 => StoredDType::F32,
             DType::BF16 => StoredDType::BF16,
             DType::F16 => StoredDType::F16,
             other => return Err(WeightsError::NotExportable(format!("weights as {other}; choose f32, bf16 or f16"))),
         };
+        let floats = |shape: Vec<usize>| Planned::new(dtype.name(), dtype.size(), shape);
+        let mut elements = zeros.iter().map(|(_, shape)| shape.iter().product::<usize>() as u64).sum();
         // By name, as transformers orders files.
-        let mut tensors: BTreeMap<String, Vec<usize>> = zeros.into_iter().collect();
+        let mut tensors: BTreeMap<String, Planned> =
+            zeros.into_iter().map(|(name, shape)| (name, floats(shape))).collect();
         for (id, parameter) in model.parameters() {
             if parameter.sources.is_empty() {
                 let name = model.parameter_name(id).unwrap_or_default();
                 return Err(WeightsError::NotExportable(format!("parameter {name} has no name in files")));
             }
             for source in &parameter.sources {
-                tensors.insert(source.hf_name.clone(), source.shape(&parameter.shape));
+                let (name, shape) = (source.hf_name.clone(), source.shape(&parameter.shape));
+                elements += shape.iter().product::<usize>() as u64;
+                match format.filter(|_| is_packed(model, id)) {
+                    None => {
+                        tensors.insert(name, floats(shape));
+                    }
+                    Some(format) => {
+                        let (rows, columns) = (shape[0], shape[1]);
+                        let words = vec![rows, format.row_bytes(columns) / 4];
+                        tensors.insert(format!("{name}_packed"), Planned::new("I32", 4, words));
+                        tensors.insert(format!("{name}_scale"), floats(vec![rows, format.groups(columns)]));
+                        tensors.insert(format!("{name}_shape"), Planned::new("I64", 8, vec![2]));
+                    }
+                }
             }
         }
-        let mut shards: Vec<Vec<(String, Vec<usize>, u64)>> = vec![Vec::new()];
-        let (mut shard_bytes, mut elements) = (0, 0);
-        for (name, shape) in tensors {
-            let count = shape.iter().product::<usize>() as u64;
-            let bytes = count * dtype.size() as u64;
-            if shard_bytes > 0 && shard_bytes + bytes > options.max_shard_bytes {
+        let mut shards: Vec<Vec<(String, Planned)>> = vec![Vec::new()];
+        let (mut shard_bytes, mut bytes) = (0, 0);
+        for (name, tensor) in tensors {
+            if shard_bytes > 0 && shard_bytes + tensor.bytes > options.max_shard_bytes {
                 shards.push(Vec::new());
                 shard_bytes = 0;
             }
-            shard_bytes += bytes;
-            elements += count;
-            shards.last_mut().expect("there is always one").push((name, shape, bytes));
+            shard_bytes += tensor.bytes;
+            bytes += tensor.bytes;
+            shards.last_mut().expect("there is always one").push((name, tensor));
         }
         let mut plan = Plan {
             dtype,
@@ -167,6 +255,7 @@ impl Plan {
             sizes: Vec::new(),
             places: BTreeMap::new(),
             elements,
+            bytes,
         };
         for (file, shard) in shards.iter().enumerate() {
             plan.names.push(match shards.len() {
@@ -178,12 +267,12 @@ impl Plan {
         Ok(plan)
     }
 
-    fn add_shard(&mut self, file: usize, shard: &[(String, Vec<usize>, u64)]) {
+    fn add_shard(&mut self, file: usize, shard: &[(String, Planned)]) {
         let mut header = Map::new();
         header.insert("__metadata__".into(), json!({"format": "pt"}));
         let mut end = 0;
-        for (name, shape, bytes) in shard {
-            let entry = json!({"dtype": self.dtype.name(), "shape": shape, "data_offsets": [end, end + bytes]});
+        for (name, Planned { dtype, shape, bytes }) in shard {
+            let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [end, end + bytes]});
             header.insert(name.clone(), entry);
             self.places.insert(name.clone(), Place { file, start: end });
             end += bytes;
@@ -224,7 +313,6 @@ impl Plan {
         source: &Source,
         values: &[f32],
     ) -> Result<(), WeightsError> {
-        let place = &self.places[&source.hf_name];
         let width = parameter.row_elements();
         let values = &values[source.rows.start * width..source.rows.end * width];
         let transposed: Vec<f32>;
@@ -234,25 +322,79 @@ impl Plan {
         } else {
             values
         };
-        let file = &mut files[place.file];
-        let path = || folder.join(&self.names[place.file]);
-        file.seek(SeekFrom::Start(place.start)).map_err(|e| WeightsError::io("writing", path())(e))?;
+        self.put_floats(files, folder, &source.hf_name, values)
+    }
+
+    /// Writes the three tensors of a matrix of few bits.
+    fn write_packed(
+        &self,
+        files: &mut [File],
+        folder: &Path,
+        parameter: &ParameterSpec,
+        source: &Source,
+        format: PackedFormat,
+        packed: Option<&PackedMatrix>,
+    ) -> Result<(), WeightsError> {
+        let (name, columns) = (&source.hf_name, parameter.row_elements());
+        let groups = format.groups(columns);
+        let whole = |packed: &&PackedMatrix| {
+            packed.codes.len() == parameter.elements() && packed.scales.len() == parameter.shape[0] * groups
+        };
+        let Some(packed) = packed.filter(whole) else {
+            return Err(WeightsError::NotExportable(format!("`{name}` has no codes, or too few of them")));
+        };
+        let rows = &source.rows;
+        let codes = &packed.codes[rows.start * columns..rows.end * columns];
+        let scales = &packed.scales[rows.start * groups..rows.end * groups];
+        self.put(files, folder, &format!("{name}_packed"), &[&format.pack_rows(codes, columns)])?;
+        self.put_floats(files, folder, &format!("{name}_scale"), scales)?;
+        let shape = [rows.len(), columns].map(|side| (side as i64).to_le_bytes());
+        self.put(files, folder, &format!("{name}_shape"), &[&shape[0], &shape[1]])
+    }
+
+    fn put_floats(&self, files: &mut [File], folder: &Path, name: &str, values: &[f32]) -> Result<(), WeightsError> {
+        let mut file = self.at(files, folder, name)?;
         let mut bytes = Vec::new();
         for part in values.chunks(1 << 20) {
             self.dtype.encode(part, &mut bytes);
-            file.write_all(&bytes).map_err(|e| WeightsError::io("writing", path())(e))?;
+            file.put(&bytes)?;
         }
         Ok(())
     }
 
+    fn put(&self, files: &mut [File], folder: &Path, name: &str, parts: &[&[u8]]) -> Result<(), WeightsError> {
+        let mut file = self.at(files, folder, name)?;
+        parts.iter().try_for_each(|part| file.put(part))
+    }
+
+    /// The place of a tensor, for writing.
+    fn at<'f>(&self, files: &'f mut [File], folder: &Path, name: &str) -> Result<AtTensor<'f>, WeightsError> {
+        let place = &self.places[name];
+        let path = folder.join(&self.names[place.file]);
+        let file = &mut files[place.file];
+        file.seek(SeekFrom::Start(place.start)).map_err(WeightsError::io("writing", &path))?;
+        Ok(AtTensor { file, path })
+    }
+
     fn index(&self) -> String {
         let map = self.places.iter().map(|(name, place)| (name.clone(), json!(self.names[place.file])));
-        let total = self.elements * self.dtype.size() as u64;
         let index = json!({
-            "metadata": {"total_parameters": self.elements, "total_size": total},
+            "metadata": {"total_parameters": self.elements, "total_size": self.bytes},
             "weight_map": Value::Object(map.collect()),
         });
         format!("{index:#}\n")
+    }
+}
+
+/// A file at the place of a tensor.
+struct AtTensor<'f> {
+    file: &'f mut File,
+    path: PathBuf,
+}
+
+impl AtTensor<'_> {
+    fn put(&mut self, bytes: &[u8]) -> Result<(), WeightsError> {
+        self.file.write_all(bytes).map_err(WeightsError::io("writing", &self.path))
     }
 }
 

@@ -1,0 +1,67 @@
+//! Text that commands take for evaluation and calibration.
+
+use super::data::tokenizing;
+use crate::output::note;
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+use trainyard_data::prepare::validation_prefix;
+use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
+use trainyard_engine::corpora::{begins_otherwise, check_made_by, open_text};
+
+/// Default upper limit for the tokens of a row, for a model that was not trained here: its longest
+/// sequence may be impractically long.
+pub const LENGTH_MAX: usize = 1024;
+
+/// Opens the texts as token files. Those that are not are tokenized into `scratch`.
+pub fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -> Result<Vec<IndexedTokens>> {
+    let mut texts = Vec::new();
+    for (number, path) in paths.iter().enumerate() {
+        let bare = match path.extension() {
+            Some(extension) if extension == "idx" || extension == "bin" => path.with_extension(""),
+            _ => path.clone(),
+        };
+        let is_tokens = |prefix: &Path| {
+            let mut index = prefix.to_owned().into_os_string();
+            index.push(".idx");
+            Path::new(&index).is_file()
+        };
+        // The OUT of `data prepare` is named as in data.train; its held-back part is evaluated.
+        if let Some(prefix) = [validation_prefix(&bare), bare].into_iter().find(|prefix| is_tokens(prefix)) {
+            check_made_by(tokenizer, &prefix)?;
+            begins_otherwise(tokenizer, &prefix)?.iter().for_each(|line| note(line));
+            texts.push(IndexedTokens::open(&prefix)?);
+            continue;
+        }
+        let corpus = open_text(std::slice::from_ref(path), field)?;
+        let out = scratch.join(format!("text-{number}"));
+        let options = PrepareOptions { validation_fraction: 0.0, reuse: false, ..PrepareOptions::new(out) };
+        let made = prepare(&corpus, tokenizer, &options, tokenizing())
+            .with_context(|| format!("cannot tokenize {}", path.display()))?;
+        texts.push(IndexedTokens::open(&made.train)?);
+    }
+    Ok(texts)
+}
+
+/// A temporary folder, removed when dropped.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    /// A new one.
+    pub fn new() -> Result<Scratch> {
+        let path = std::env::temp_dir().join(format!("trainyard-text-{}", std::process::id()));
+        std::fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
+        Ok(Scratch(path))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Remains in a temporary folder are harmless.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

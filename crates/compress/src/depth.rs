@@ -1,0 +1,111 @@
+//! Blocks that change the residual stream least (Men et al. 2024, ShortGPT).
+//!
+//! The influence of a block is `1 - cos(x, y)` of its input x and its output y, averaged over
+//! tokens (section 3.1). Blocks of the least influence are dropped; the others keep their order.
+
+use crate::Result;
+use crate::error::refuse;
+use crate::source::{Source, store};
+use crate::text::Sequences;
+use trainyard_model::ModelSpec;
+use trainyard_tensor::{Device, Tensor};
+
+/// The influence of every block on `sequences`.
+///
+/// # Errors
+/// Errors of reading and of the units.
+pub fn influences(source: &Source, device: &Device, sequences: &mut Sequences) -> Result<Vec<f64>> {
+    let model = source.model();
+    let mut all = Vec::new();
+    for unit in 0..model.units().len() - 1 {
+        let store = store(device, model, unit, &source.unit(unit)?, |unit| source.unit(unit))?;
+        if unit > 0 {
+            let (mut sum, mut rows) = (0.0, 0usize);
+            let each = |x: &Tensor, y: &Tensor| -> Result<()> {
+                let width = x.last_dim();
+                for (x, y) in x.data::<f32>()?.chunks_exact(width).zip(y.data::<f32>()?.chunks_exact(width)) {
+                    sum += 1.0 - cosine(x, y);
+                    rows += 1;
+                }
+                Ok(())
+            };
+            sequences.look(model, unit, &store, &mut |_, _| Ok(()), each)?;
+            all.push(sum / rows.max(1) as f64);
+        }
+        sequences.advance(model, unit, &store)?;
+    }
+    Ok(all)
+}
+
+/// The blocks to keep if `count` of them are kept, ascending: those of the most influence. Of equal
+/// ones the earlier is kept.
+///
+/// # Errors
+/// More blocks than there are, all of them, or none.
+pub fn kept(influences: &[f64], count: usize) -> Result<Vec<usize>> {
+    if count == 0 || count >= influences.len() {
+        return refuse(format!(
+            "--layers {count} of a model with {} blocks: keep at least 1 and drop at least 1",
+            influences.len()
+        ));
+    }
+    let mut order: Vec<usize> = (0..influences.len()).collect();
+    order.sort_by(|a, b| influences[*b].total_cmp(&influences[*a]).then(a.cmp(b)));
+    order.truncate(count);
+    order.sort_unstable();
+    Ok(order)
+}
+
+/// The description of a model with the blocks `kept` alone.
+///
+/// # Errors
+/// Blocks that the model does not have.
+pub fn shortened(spec: &ModelSpec, kept: &[usize]) -> Result<ModelSpec> {
+    if let Some(layer) = kept.iter().find(|layer| **layer >= spec.layers) {
+        return refuse(format!("there is no block {layer} in a model of {} blocks", spec.layers));
+    }
+    let sliding = |layers: &Vec<usize>| -> Vec<usize> {
+        kept.iter().enumerate().filter(|(_, old)| layers.contains(old)).map(|(new, _)| new).collect()
+    };
+    let sliding_layers = spec.sliding_layers.as_ref().map(sliding);
+    Ok(ModelSpec { layers: kept.len(), sliding_layers, ..spec.clone() })
+}
+
+fn cosine(x: &[f32], y: &[f32]) -> f64 {
+    let (mut product, mut of_x, mut of_y) = (0.0, 0.0, 0.0);
+    for (x, y) in x.iter().zip(y).map(|(x, y)| (f64::from(*x), f64::from(*y))) {
+        product += x * y;
+        of_x += x * x;
+        of_y += y * y;
+    }
+    if of_x == 0.0 || of_y == 0.0 { 0.0 } else { product / (of_x.sqrt() * of_y.sqrt()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_the_most_influence_are_kept_in_their_order() {
+        assert_eq!(kept(&[0.5, 0.1, 0.3, 0.1], 3).unwrap(), [0, 1, 2]);
+        assert_eq!(kept(&[0.1, 0.1, 0.3], 1).unwrap(), [2]);
+        for count in [0, 3, 4] {
+            assert!(kept(&[0.1, 0.2, 0.3], count).unwrap_err().to_string().contains("a model with 3 blocks"));
+        }
+        let spec = ModelSpec {
+            sliding_layers: Some(vec![0, 2]),
+            sliding_window: Some(4),
+            ..ModelSpec::llama(8, 8, 4, 1, 8, 8)
+        };
+        let short = shortened(&spec, &[1, 2, 3]).unwrap();
+        assert_eq!((short.layers, short.sliding_layers), (3, Some(vec![1])));
+        assert!(shortened(&spec, &[4]).is_err());
+    }
+
+    #[test]
+    fn a_block_that_turns_the_stream_has_influence() {
+        assert_eq!(1.0 - cosine(&[1.0, 2.0], &[2.0, 4.0]), 0.0);
+        assert_eq!(1.0 - cosine(&[1.0, 0.0], &[0.0, 3.0]), 1.0);
+        assert_eq!(cosine(&[0.0], &[1.0]), 0.0);
+    }
+}

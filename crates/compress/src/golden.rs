@@ -1,0 +1,170 @@
+//! One small layer, compressed here and by PyTorch (`scripts/golden/make_compression.py`).
+
+use crate::factor::inverse_factor;
+use crate::inputs::{Inputs, Needs};
+use crate::prune::{Pattern, PruneMethod, prune};
+use crate::quantise::{Grid, QuantiseMethod, quantise};
+use serde_json::Value;
+use trainyard_model::weights::PackedFormat;
+use trainyard_tensor::cpu::{Cpu, Isa};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
+
+const ROWS: usize = 5;
+const COLUMNS: usize = 160;
+const SAMPLES: usize = 480;
+
+fn golden() -> Value {
+    serde_json::from_str(include_str!("../tests/golden/layer.json")).unwrap()
+}
+
+fn weights() -> Vec<f32> {
+    let weight = |i: usize, j: usize| ((i * 7919 + j * 104_729 + i * j * 31) % 2003) as f32 / 1001.5 - 1.0;
+    (0..ROWS * COLUMNS).map(|at| weight(at / COLUMNS, at % COLUMNS)).collect()
+}
+
+fn inputs(device: &Device) -> Tensor {
+    let raw = |i: usize, j: usize| ((i * i * 31 + j * j * 17 + i * j * 7) % 1009) as f32 / 504.5 - 1.0;
+    let input = |i: usize, j: usize| {
+        let mixed = if j == 0 { raw(i, 0) } else { raw(i, j) + 0.5 * raw(i, j - 1) };
+        mixed * (0.1 + (j % 7) as f32 / 4.0)
+    };
+    let values: Vec<f32> = (0..SAMPLES * COLUMNS).map(|at| input(at / COLUMNS, at % COLUMNS)).collect();
+    device.tensor([SAMPLES, COLUMNS], &values, Purpose::Activations).unwrap()
+}
+
+/// The statistics of the inputs, seen in two parts.
+fn statistics(cpu: &Cpu, device: &Device, needs: Needs) -> Inputs {
+    let (all, mut sums) = (inputs(device), Inputs::new(COLUMNS, needs));
+    sums.add(cpu, &all.narrow(0..200).unwrap()).unwrap();
+    sums.add(cpu, &all.narrow(200..SAMPLES).unwrap()).unwrap();
+    assert_eq!(sums.rows(), SAMPLES);
+    sums
+}
+
+fn pruned(threads: usize, method: PruneMethod, pattern: Pattern) -> Vec<f32> {
+    let device = Device::cpu(Isa::detect(), threads, None);
+    let cpu = device.as_cpu().unwrap();
+    let mut w = weights();
+    prune(cpu, "layer", &mut w, &statistics(cpu, &device, method.needs()), method, pattern).unwrap();
+    w
+}
+
+const HALF: Pattern = Pattern::Share(0.5);
+const TWO_OF_FOUR: Pattern = Pattern::Neighbours { kept: 2, of: 4 };
+
+#[test]
+fn the_weights_that_are_kept_are_those_of_the_published_programs() {
+    let golden = golden();
+    for (name, method, pattern) in [
+        ("wanda_half", PruneMethod::Wanda, HALF),
+        ("wanda_2_4", PruneMethod::Wanda, TWO_OF_FOUR),
+        ("magnitude_half", PruneMethod::Magnitude, HALF),
+    ] {
+        let (before, after) = (weights(), pruned(2, method, pattern));
+        for (row, line) in golden[name].as_array().unwrap().iter().enumerate() {
+            let at = row * COLUMNS..(row + 1) * COLUMNS;
+            let kept: String = after[at.clone()].iter().map(|w| if *w == 0.0 { '0' } else { '1' }).collect();
+            assert_eq!(kept, line.as_str().unwrap(), "{name}, row {row}");
+            for (now, then) in after[at.clone()].iter().zip(&before[at]) {
+                assert!(*now == 0.0 || now == then, "{name}");
+            }
+        }
+    }
+}
+
+fn error(found: &[f32], golden: &Value) -> f64 {
+    let expected: Vec<f64> = golden
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|row| row.as_array().unwrap())
+        .map(|x| x.as_f64().unwrap())
+        .collect();
+    assert_eq!(found.len(), expected.len());
+    let square: f64 = found.iter().zip(&expected).map(|(x, y)| (f64::from(*x) - y).powi(2)).sum();
+    (square / expected.iter().map(|y| y * y).sum::<f64>()).sqrt()
+}
+
+#[test]
+fn sparsegpt_moves_the_weights_as_its_program_does() {
+    let golden = golden();
+    for (name, pattern) in [("sparsegpt_half", HALF), ("sparsegpt_2_4", TWO_OF_FOUR)] {
+        let found = pruned(2, PruneMethod::SparseGpt, pattern);
+        let error = error(&found, &golden[name]);
+        assert!(error < 1e-5, "{name}: {error:e}");
+        let zeros = found.iter().filter(|w| **w == 0.0).count();
+        assert_eq!(zeros, ROWS * COLUMNS / 2, "{name}");
+        assert_eq!(found, pruned(3, PruneMethod::SparseGpt, pattern), "{name}: threads");
+    }
+}
+
+/// The squared error of the layer's outputs.
+fn output_error(found: &[f32]) -> f64 {
+    let device = Device::cpu(Isa::detect(), 1, None);
+    let x = inputs(&device);
+    let before = weights();
+    let row_error = |x: &[f32], row: usize| {
+        let at = row * COLUMNS..(row + 1) * COLUMNS;
+        let moves = found[at.clone()].iter().zip(&before[at]).map(|(a, b)| f64::from(a - b));
+        moves.zip(x).map(|(w, x)| w * f64::from(*x)).sum::<f64>().powi(2)
+    };
+    x.data::<f32>().unwrap().chunks_exact(COLUMNS).flat_map(|x| (0..ROWS).map(move |row| row_error(x, row))).sum()
+}
+
+#[test]
+fn methods_that_look_at_inputs_change_outputs_less() {
+    let errors = [PruneMethod::Magnitude, PruneMethod::Wanda, PruneMethod::SparseGpt]
+        .map(|method| output_error(&pruned(2, method, HALF)));
+    assert!(errors[0] > errors[1] && errors[1] > errors[2], "{errors:?}");
+    let grid = Grid { format: PackedFormat { bits: 3, group: Some(32) }, dtype: DType::F32 };
+    let errors = [QuantiseMethod::Nearest, QuantiseMethod::Gptq].map(|method| output_error(&quantised(method, grid).0));
+    assert!(errors[0] > 1.5 * errors[1], "{errors:?}");
+}
+
+/// The values, codes and scales of the layer.
+fn quantised(method: QuantiseMethod, grid: Grid) -> (Vec<f32>, Vec<i8>, Vec<f32>) {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let cpu = device.as_cpu().unwrap();
+    let mut w = weights();
+    let packed = quantise(cpu, "layer", &mut w, &statistics(cpu, &device, method.needs()), method, grid).unwrap();
+    (w, packed.codes, packed.scales)
+}
+
+#[test]
+fn codes_and_scales_are_those_of_the_published_programs() {
+    let golden = golden();
+    for (name, method) in [("gptq", QuantiseMethod::Gptq), ("nearest", QuantiseMethod::Nearest)] {
+        for case in golden[name].as_array().unwrap() {
+            let (bits, group) = (case["bits"].as_u64().unwrap() as u8, case["group"].as_u64().unwrap() as usize);
+            let format = PackedFormat { bits, group: Some(group).filter(|group| *group < COLUMNS) };
+            let (values, codes, scales) = quantised(method, Grid { format, dtype: DType::F32 });
+            let expected = case["codes"].as_array().unwrap().iter().flat_map(|row| row.as_array().unwrap());
+            let expected: Vec<i8> = expected.map(|code| code.as_i64().unwrap() as i8).collect();
+            let wrong = codes.iter().zip(&expected).filter(|(a, b)| a != b).count();
+            assert_eq!(wrong, 0, "{name} of {bits} bits, groups of {group}");
+            let error = error(&scales, &case["scales"]);
+            assert!(error < 1e-6, "{name}: {error:e}");
+            let groups = format.groups(COLUMNS);
+            for (at, value) in values.iter().enumerate() {
+                let scale = scales[at / COLUMNS * groups + at % COLUMNS / group];
+                assert_eq!(*value, f32::from(codes[at]) * scale);
+            }
+        }
+    }
+}
+
+/// A reader multiplies in the dtype of the scales, and a weight has that value already.
+#[test]
+fn values_are_those_that_a_reader_of_the_files_has() {
+    let format = PackedFormat { bits: 4, group: Some(32) };
+    let (values, codes, scales) = quantised(QuantiseMethod::Gptq, Grid { format, dtype: DType::BF16 });
+    let is_bf16 = |x: f32| x.to_bits() & 0xffff == 0;
+    assert!(values.iter().chain(&scales).all(|x| is_bf16(*x)));
+    assert!(codes.iter().all(|code| (-8..8).contains(code)));
+}
+
+#[test]
+fn a_factor_for_inputs_that_say_nothing_is_that_of_the_identity() {
+    let r = inverse_factor("layer", &[0.0; 9], 3, 1).unwrap();
+    assert_eq!(r, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]);
+}

@@ -1,0 +1,43 @@
+//! Compression of trained models: pruning, quantisation, merging.
+//!
+//! A model is a chain of units, and everything here goes along it once. A unit is read, changed and
+//! written before the next one is read, so memory holds one unit, what is known of the inputs of
+//! its layers, and the hidden states of the calibration text ([`pass`]).
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`source`] | a model to compress: a run, a Hugging Face folder or a GGUF file, unit by unit |
+//! | [`text`] | sequences of tokens that go through a model unit by unit |
+//! | [`inputs`] | statistics of the inputs of linear layers |
+//! | [`factor`] | the Cholesky factor of an inverse |
+//! | [`solver`] | rounding one column after another, with the error moved to later columns |
+//! | [`prune`] | weights to zero: magnitude, Wanda, SparseGPT |
+//! | [`quantise`] | weights of few bits: round to nearest, GPTQ |
+//! | [`depth`] | blocks that change the residual stream least |
+//! | [`merge`] | one model of several of the same shape |
+//! | [`pass`] | the way through a model that writes it anew |
+//!
+//! Nothing here is trained, and nothing runs faster than before: `eval` and `generate` decode what
+//! is packed when they read it, and multiply by zeros.
+
+pub mod depth;
+pub mod error;
+pub mod factor;
+#[cfg(test)]
+mod golden;
+pub mod inputs;
+pub mod merge;
+pub mod pass;
+pub mod prune;
+pub mod quantise;
+pub mod solver;
+pub mod source;
+pub mod text;
+
+pub use error::{CompressError, Result};
+pub use merge::{MergeMethod, MergeSettings, merge};
+pub use pass::{Compressed, Pass};
+pub use prune::{Pattern, PruneMethod};
+pub use quantise::{Grid, QuantiseMethod};
+pub use source::Source;
+pub use text::{Sequences, calibration};
