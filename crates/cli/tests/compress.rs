@@ -255,7 +255,7 @@ fn models_of_one_shape_are_merged() {
 
     train("wide", &["--set", "model.ffn_dim=64", "--set", "training.steps=2"]);
     train("gpt2", &["--set", "model.family=gpt2", "--set", "training.steps=2"]);
-    train("theta", &["--set", "model.rope.theta=500000.0", "--set", "training.steps=2"]);
+    train("theta", &["--set", "model.rope_theta=500000.0", "--set", "training.steps=2"]);
     let two = ["merge", "runs/a", "runs/b", "--out", "o"];
     let cases: &[(&[&str], i32, &str)] = &[
         (&["merge", "runs/a", "--out", "o"], 1, "a merge takes two models or more"),
