@@ -24,7 +24,9 @@ DAMPING, BLOCK = 0.01, 128
 
 def weights():
     i, j = torch.meshgrid(torch.arange(ROWS), torch.arange(COLUMNS), indexing="ij")
-    return ((i * 7919 + j * 104729 + i * j * 31) % 2003).float().div(1001.5).sub(1.0).double()
+    # The second summand keeps scores and halves of codes from being equal.
+    return (((i * 7919 + j * 104729 + i * j * 31) % 2003).float().div(1001.5).sub(1.0)
+            + ((i * 37 + j * 11) % 97).float() / 300000.0).double()
 
 
 def inputs():
@@ -70,8 +72,7 @@ def sparsegpt(w, u, sparsity=None, keep=None, of=None):
 
 
 def grid(group, bits):
-    scale = (group.abs().amax(dim=1) / ((2 ** bits - 1) / 2)).float().double()
-    return scale
+    return (group.abs().amax(dim=1).float() / ((2 ** bits - 1) / 2)).double()
 
 
 def gptq(w, u, bits, group):
@@ -89,7 +90,9 @@ def gptq(w, u, bits, group):
 
 
 def nearest(w, bits, group):
-    scales = torch.stack([grid(w[:, i:i + group], bits) for i in range(0, COLUMNS, group)], 1)
+    # In f32: the largest weight of a group lies halfway between two codes, and the quotient's rounding decides.
+    w = w.float()
+    scales = torch.stack([grid(w[:, i:i + group], bits) for i in range(0, COLUMNS, group)], 1).float()
     codes = torch.round(w / scales.repeat_interleave(group, 1)).clamp(-2 ** (bits - 1), 2 ** (bits - 1) - 1)
     return {"bits": bits, "group": group, "codes": codes.to(torch.int8).tolist(), "scales": scales.tolist()}
 

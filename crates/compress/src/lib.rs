@@ -23,8 +23,6 @@
 pub mod depth;
 pub mod error;
 pub mod factor;
-#[cfg(test)]
-mod golden;
 pub mod inputs;
 pub mod merge;
 pub mod pass;
