@@ -7,6 +7,7 @@ use common::{Folder, Ran, tensors};
 use serde_json::Value;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use trainyard_queue::progress::recorded;
 use trainyard_queue::time::rfc3339;
 use trainyard_sim::MachineProfile;
 use trainyard_sim::machine::{Disk, FORMAT, Interference, Machine, Overheads, Speeds};
@@ -31,10 +32,14 @@ fn jobs(folder: &Folder) -> Vec<Value> {
     serde_json::from_str::<Value>(&listed).unwrap().as_array().unwrap().clone()
 }
 
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+fn wait_until(what: &str, done: impl FnMut() -> bool) {
+    wait_within(PATIENCE, what, done);
+}
+
+fn wait_within(patience: Duration, what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what} does not come about");
+        assert!(start.elapsed() < patience, "{what} does not come about");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -273,9 +278,11 @@ fn kills_lose_no_job_and_no_step() {
         // One in four kills comes at once, while things are being started; the others after some
         // steps, so that there is progress.
         if random.below(4) > 0 {
-            let target = steps(&folder, name).len() as u64 + random.below(25);
+            let run = folder.join(&format!("runs/{name}"));
+            let step = || recorded(&run, 0).map_or(0, |recorded| recorded.step);
+            let target = step() + random.below(25);
             let begin = Instant::now();
-            while (steps(&folder, name).len() as u64) < target && begin.elapsed() < Duration::from_secs(3) {
+            while step() < target && begin.elapsed() < Duration::from_secs(3) {
                 std::thread::sleep(Duration::from_millis(5));
             }
         }
@@ -295,9 +302,11 @@ fn kills_lose_no_job_and_no_step() {
             daemon = start_daemon(&folder);
         }
     }
-    wait_until("the end of both jobs", || jobs(&folder).iter().all(|job| job["state"] == "done"));
+    let patience = PATIENCE + Duration::from_secs(wanted);
+    wait_within(patience, "the end of both jobs", || jobs(&folder).iter().all(|job| job["state"] == "done"));
     kill(daemon.id(), "TERM");
     assert!(daemon.wait().unwrap().success());
+    println!("kills of jobs, daemons, both: {kills:?}");
     assert!(kills.iter().sum::<u64>() >= wanted / 2, "both jobs were done after {kills:?} kills");
     let (_, expected) = tensors(&folder.join("runs/whole"));
     for name in ["a", "b"] {
