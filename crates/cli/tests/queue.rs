@@ -205,6 +205,26 @@ fn a_daemon_that_is_stopped_stops_its_jobs_and_the_next_one_goes_on() {
     assert!(daemon.wait().unwrap().success());
 }
 
+#[test]
+fn a_daemon_whose_program_is_replaced_starts_the_new_one() {
+    let folder = Folder::new();
+    let program = folder.join("installed");
+    std::fs::copy(env!("CARGO_BIN_EXE_trainyard"), &program).unwrap();
+    queue(&folder, &["add", "tiny.toml", "--as-is"]).ok();
+    queue(&folder, &["pause", "tiny"]).ok();
+    let mut daemon = Command::new(&program);
+    daemon.args(["queue", "run", "--queue", "q", "--every", "0.05"]).current_dir(folder.join("."));
+    let mut daemon = daemon.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    wait_until("a daemon", || queue(&folder, &["run", "--once"]).ok().stderr.contains("a daemon runs this queue"));
+    std::fs::copy(&program, folder.join("new")).unwrap();
+    std::fs::rename(folder.join("new"), &program).unwrap();
+    queue(&folder, &["resume", "tiny"]).ok();
+    wait_until("its end", || ["done", "failed"].iter().any(|end| jobs(&folder)[0]["state"] == *end));
+    kill(daemon.id(), "TERM");
+    daemon.wait().unwrap();
+    assert_eq!(jobs(&folder)[0]["why"], "its training is complete");
+}
+
 /// A job that has all cores makes room for one of higher priority and continues on those that are
 /// left. Its steps stay in order.
 #[test]

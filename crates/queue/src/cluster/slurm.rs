@@ -1,9 +1,11 @@
 //! Batch scripts for Slurm.
 //!
-//! Slurm signals the script (`--signal=B:USR1@SECONDS`) before the time limit. The script passes
-//! SIGTERM to the training, which finishes its step and writes a checkpoint, and then requeues its
-//! own job: the element of an array, not the array. A script that was asked by anybody else (by
-//! `scancel`, or a preemption, after which Slurm requeues by itself) stops without that.
+//! Slurm signals the script (`--signal=B:USR1@SECONDS`) before the time limit. The script has Slurm
+//! send SIGTERM to the ranks, which finish their step and write a checkpoint, and then requeues its
+//! own job: the element of an array, not the array. The signal must not go to srun, which kills its
+//! tasks when it gets SIGTERM. The supervisor gets SIGINT, which it does not pass on, so that it
+//! knows why the ranks end. When a job is cancelled or preempted, Slurm signals its ranks by itself,
+//! and the script only waits for them.
 
 use super::{SECRET_LINES, Submission, quoted};
 use crate::QueueError;
@@ -93,23 +95,27 @@ job="{job}"
 asked=
 training=
 stop() {{
-    [ -z "$training" ] || kill -TERM "$training" 2>/dev/null
+    asked=yes
+    echo "told of the time limit: stopping at the next step"
+    [ -z "$training" ] || kill -INT "$training"
+    scancel --signal=TERM "$SLURM_JOB_ID"
 }}
-trap 'asked=yes; echo "told of the time limit: stopping at the next step"; stop' USR1
-trap stop TERM
+trap stop USR1
+trap : TERM
 
 {program} supervise --max-restarts {restarts} -- \
     srun --kill-on-bad-exit=1 --cpu-bind=none {program} train "$@" &
 training=$!
 wait "$training"
 code=$?
-# A signal interrupts the waiting: 128 plus its number.
-while [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; do
+# A signal interrupts the waiting.
+while kill -0 "$training" 2>/dev/null; do
     wait "$training"
     code=$?
 done
-if [ "$code" -eq 130 ] && [ -n "$asked" ]; then
-    echo "stopped with a checkpoint; job $job is queued again"
+# 1 and 2 are errors that would come again.
+if [ -n "$asked" ] && [ "$code" -gt 2 ]; then
+    echo "stopped with exit code $code; job $job is queued again"
     scontrol requeue "$job" && exit 0
 fi
 exit "$code"
@@ -193,23 +199,27 @@ fi
 asked=
 training=
 stop() {
-    [ -z "$training" ] || kill -TERM "$training" 2>/dev/null
+    asked=yes
+    echo "told of the time limit: stopping at the next step"
+    [ -z "$training" ] || kill -INT "$training"
+    scancel --signal=TERM "$SLURM_JOB_ID"
 }
-trap 'asked=yes; echo "told of the time limit: stopping at the next step"; stop' USR1
-trap stop TERM
+trap stop USR1
+trap : TERM
 
 trainyard supervise --max-restarts 3 -- \
     srun --kill-on-bad-exit=1 --cpu-bind=none trainyard train "$@" &
 training=$!
 wait "$training"
 code=$?
-# A signal interrupts the waiting: 128 plus its number.
-while [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; do
+# A signal interrupts the waiting.
+while kill -0 "$training" 2>/dev/null; do
     wait "$training"
     code=$?
 done
-if [ "$code" -eq 130 ] && [ -n "$asked" ]; then
-    echo "stopped with a checkpoint; job $job is queued again"
+# 1 and 2 are errors that would come again.
+if [ -n "$asked" ] && [ "$code" -gt 2 ]; then
+    echo "stopped with exit code $code; job $job is queued again"
     scontrol requeue "$job" && exit 0
 fi
 exit "$code"
@@ -280,13 +290,14 @@ exit "$code"
             std::fs::set_permissions(&path, all).unwrap();
         };
         std::fs::create_dir(folder.path().join("bin")).unwrap();
-        // The training obeys SIGTERM, after the first step of a new run.
+        // The ranks obey SIGTERM, after the first step of a new run.
         write(
             "bin/trainyard",
             "#!/bin/sh\necho \"$@\" >> calls\ncase \"$*\" in *--resume*) exit 0;; esac\n\
              mkdir -p runs/my-run-2 && touch runs/my-run-2/config.toml\n\
-             trap 'exit 130' TERM\nkill -USR1 \"$PPID\"\nwhile :; do sleep 0.01; done\n",
+             trap 'exit 130' TERM\necho $$ > pid\nkill -USR1 \"$PPID\"\nwhile :; do sleep 0.01; done\n",
         );
+        write("bin/scancel", "#!/bin/sh\necho \"scancel $*\" >> calls\nkill -TERM $(cat pid)\n");
         write("bin/scontrol", "#!/bin/sh\necho \"scontrol $*\" >> calls\n");
         let options = Options { array: Some("2".to_owned()), ..Options::default() };
         let array = Submission { sets: vec!["training.seed={array}".to_owned()], ..submission() };
@@ -306,6 +317,7 @@ exit "$code"
         let begin = "supervise --max-restarts 3 -- srun --kill-on-bad-exit=1 --cpu-bind=none trainyard train";
         let expected = format!(
             "{begin} runs/my-run-2.toml --set training.seed=2 --set run.name=my-run-2\n\
+             scancel --signal=TERM 8\n\
              scontrol requeue 7_2\n\
              {begin} --resume runs/my-run-2\n"
         );

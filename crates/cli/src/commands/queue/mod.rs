@@ -150,12 +150,20 @@ fn at(time: i64) -> String {
     trainyard_queue::time::format(time, &local_offset)
 }
 
+/// The path of a running program's file. Linux marks it where the file was replaced, as an update
+/// does while the daemon runs; the new file has the path without the mark.
+fn unmarked(program: PathBuf) -> PathBuf {
+    match program.to_str().and_then(|text| text.strip_suffix(" (deleted)")) {
+        Some(path) if !program.exists() => path.into(),
+        _ => program,
+    }
+}
+
 /// The command that trains a job, or goes on with it.
 fn command(start: Start<'_>) -> Process {
     let request = &start.job.request;
-    // This program, which may have been replaced while the daemon runs.
     let program = std::env::current_exe().unwrap_or_else(|_| "trainyard".into());
-    let mut process = Process::new(program);
+    let mut process = Process::new(unmarked(program));
     process.current_dir(&request.folder).arg("train");
     let mut sets = start.shape.sets.clone();
     if start.has_begun {
