@@ -3,7 +3,7 @@
 //! Slurm signals the script (`--signal=B:USR1@SECONDS`) before the time limit. The script has Slurm
 //! send SIGTERM to the ranks, which finish their step and write a checkpoint, and then requeues its
 //! own job: the element of an array, not the array. The signal must not go to srun, which kills its
-//! tasks on SIGTERM. The supervisor gets SIGINT, which it does not pass on, so that it knows why the
+//! tasks on SIGTERM. The supervisor gets SIGINT, which it does not pass on, so it knows why the
 //! ranks end. When a job is cancelled or preempted, Slurm signals its ranks by itself, and the
 //! script only waits for them.
 
