@@ -237,7 +237,8 @@ fn a_job_goes_on_on_fewer_cores_when_another_needs_some() {
     }
     let free = common::TINY.replace("[compute]\nthreads = 1\n", "").replace("'tiny'", "'wide'");
     folder.write("c.toml", free.replace("micro_batch_size = 4", "global_batch_size = 8"));
-    queue(&folder, &["add", "c.toml", "--set", "training.steps=600"]).ok();
+    let rarely = "checkpoint.interval_steps=100";
+    queue(&folder, &["add", "c.toml", "--set", "training.steps=600", "--set", rarely]).ok();
     let of_all = |job: &Value| job["shapes"].as_array().unwrap().last().unwrap()["cores"].as_u64() == Some(cores);
     let wide = jobs(&folder)[0].clone();
     assert!(of_all(&wide) && wide["shapes"].as_array().unwrap().len() > 1, "{wide}");
@@ -245,7 +246,7 @@ fn a_job_goes_on_on_fewer_cores_when_another_needs_some() {
     wait_until("steps", || steps(&folder, "wide").len() > 5);
     assert_eq!(jobs(&folder)[0]["cores"].as_u64(), Some(cores));
     let urgent = ["add", "tiny.toml", "--as-is", "--priority", "5", "--set", "training.steps=1000000"];
-    queue(&folder, &urgent).ok();
+    queue(&folder, &[&urgent[..], &["--set", rarely]].concat()).ok();
     wait_until("fewer cores", || jobs(&folder)[0]["cores"].as_u64().is_some_and(|now| now < cores));
     assert_eq!(jobs(&folder)[1]["state"], "running");
     wait_until("its end", || jobs(&folder)[0]["state"] == "done");
