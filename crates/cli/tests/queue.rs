@@ -273,17 +273,17 @@ fn kills_lose_no_job_and_no_step() {
     let wanted = trainyard_testing::cases("kills of a queue", 4, 1000);
     let folder = Folder::new();
     let total = 150 + 25 * wanted;
-    let sets = [format!("training.steps={total}"), "checkpoint.interval_steps=10".into(), "model.dropout=0.1".into()];
-    let with = |begin: &[&str], name: &str| -> Vec<String> {
-        let sets = sets.iter().cloned().chain([format!("run.name={name}")]);
+    let sets = [format!("training.steps={total}"), "model.dropout=0.1".into()];
+    let with = |begin: &[&str], name: &str, interval: u64| -> Vec<String> {
+        let own = [format!("run.name={name}"), format!("checkpoint.interval_steps={interval}")];
+        let sets = sets.iter().cloned().chain(own);
         let sets = sets.flat_map(|set| ["--set".to_owned(), set]);
         begin.iter().map(|word| (*word).to_owned()).chain(sets).collect()
     };
-    let words = |arguments: &[String]| arguments.iter().map(String::clone).collect::<Vec<_>>();
-    let whole = words(&with(&["train", "tiny.toml"], "whole"));
+    let whole = with(&["train", "tiny.toml"], "whole", 1000);
     folder.run(&whole.iter().map(String::as_str).collect::<Vec<_>>()).ok();
     for name in ["a", "b"] {
-        let add = with(&["add", "tiny.toml", "--as-is"], name);
+        let add = with(&["add", "tiny.toml", "--as-is"], name, 10);
         queue(&folder, &add.iter().map(String::as_str).collect::<Vec<_>>()).ok();
     }
     let mut random = Random(29);
