@@ -4,9 +4,9 @@
 Rerun (about ten seconds; the output is a function of the seeds and of the two versions, printed at the end):
 
     python3 -m venv .venv-peers && .venv-peers/bin/pip install torch numpy transformers safetensors
-    .venv-peers/bin/python scripts/golden/make_goldens.py
+    .venv-peers/bin/python scripts/golden/make_goldens.py [NAME ...]
 
-It writes, replacing what is there:
+With names it writes the data of these models alone. It writes, replacing what is there:
 
     crates/model/tests/golden/NAME/        one tiny randomly initialised model of each family
         config.json, model.safetensors     as `save_pretrained` writes them (f32)
@@ -26,6 +26,7 @@ is so near to zero that a wrong term could hide below the tolerance.
 import json
 import math
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
@@ -95,6 +96,22 @@ def models():
         "phi3": (t.Phi3Config(**llama_like(
             pad_token_id=0, sliding_window=5,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})), None),
+        "mixtral": (t.MixtralConfig(**llama_like(
+            num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0})), None),
+        # One layer, because transformers takes the balance loss over all layers at once, and not for each.
+        "mixtral_balanced": (t.MixtralConfig(**llama_like(
+            num_hidden_layers=1, num_local_experts=5, num_experts_per_tok=2, router_aux_loss_coef=0.3,
+            output_router_logits=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0})), None),
+        "qwen3_moe": (t.Qwen3MoeConfig(**llama_like(
+            head_dim=12, num_hidden_layers=3, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12,
+            norm_topk_prob=False, mlp_only_layers=[1], router_aux_loss_coef=0.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0})), None),
+        "dots1": (t.Dots1Config(**llama_like(
+            head_dim=12, n_routed_experts=6, n_shared_experts=2, num_experts_per_tok=2, moe_intermediate_size=12,
+            first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.7, sliding_window=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0})), None),
     }
 
 
@@ -109,10 +126,31 @@ def initialise(model, seed):
             if p.ndim == 2:
                 embedding = any(s in name for s in ("wte", "wpe", "embed_tokens"))
                 p.copy_(draw * (0.5 if embedding else 1.2 / math.sqrt(DIM)))
+            elif p.ndim == 3:
+                p.copy_(draw * 1.2 / math.sqrt(p.shape[-1]))
             elif name.endswith("bias"):
                 p.copy_(draw * 0.2)
             else:
                 p.copy_(norm + draw * 0.2)
+        for name, p in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+
+
+def in_files(config, name, values):
+    """The tensors of files that a parameter is: experts, which transformers 5 stacks, lie there one by one."""
+    mixtral = config.model_type == "mixtral"
+    base = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
+        for e, both in enumerate(values):
+            for part, rows in zip((gate, up), both.chunk(2)):
+                yield base.replace("gate_up_proj", f"{e}.{part}.weight"), rows.contiguous()
+    elif name.endswith("experts.down_proj"):
+        for e, rows in enumerate(values):
+            yield base.replace("down_proj", f"{e}.{'w2' if mixtral else 'down_proj'}.weight"), rows.contiguous()
+    else:
+        yield base, values.contiguous()
 
 
 def config_as_v4(config):
@@ -137,7 +175,7 @@ def write_model(name, config, shard):
     folder = MODELS / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     seed = zlib.crc32(name.encode())
@@ -156,15 +194,20 @@ def write_model(name, config, shard):
     g = torch.Generator().manual_seed(seed + 1)
     text = torch.randint(3, VOCAB, (BATCH, SEQ + 1), generator=g)
     ids, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    labels[0, 3] = labels[1, 0] = labels[1, -1] = IGNORED
-    logits = model(input_ids=ids, use_cache=False).logits
+    balanced = getattr(config, "output_router_logits", False)
+    if not balanced:
+        labels[0, 3] = labels[1, 0] = labels[1, -1] = IGNORED
+    result = model(input_ids=ids, use_cache=False)
+    logits = result.logits
     loss = F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1), ignore_index=IGNORED)
-    loss.backward()
+    # The gradients are those of both losses.
+    total = loss + config.router_aux_loss_coef * result.aux_loss if balanced else loss
+    total.backward()
 
     out = {"input_ids": ids.int(), "labels": labels.int(), "logits": logits.detach().contiguous(), "loss": loss.detach()}
     quiet = []
     for parameter, p in model.named_parameters():
-        out[f"grad.{parameter}"] = p.grad.contiguous()
+        out |= {f"grad.{name}": grad for name, grad in in_files(config, parameter, p.grad)}
         if p.grad.norm() < 1e-3:
             quiet.append(parameter)
     assert not quiet, f"{name}: gradients too small to test anything: {quiet}"
@@ -506,8 +549,12 @@ def dumps(value):
 def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    only = sys.argv[1:]
     for name, (config, shard) in models().items():
-        write_model(name, config, shard)
+        if not only or name in only:
+            write_model(name, config, shard)
+    if only:
+        return
     write_optimizers()
     write_rope()
     files = [p for base in (MODELS, OPTIMIZERS, ROPE) for p in ([base] if base.is_file() else base.rglob("*")) if p.is_file()]

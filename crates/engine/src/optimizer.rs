@@ -414,7 +414,7 @@ impl Optimizer {
     /// The names of a parameter's state tensors, on whatever ranks they are.
     pub fn state_names(&self, spec: &ParameterSpec) -> &'static [&'static str] {
         let Some(settings) = self.settings.as_ref().filter(|_| spec.trained) else { return &[] };
-        let rule = Rule::of(settings.name, spec, &members(spec)[0].rows);
+        let rule = Rule::of(settings.name, spec, &members(spec)[0].rows, 0.0);
         let tensors = rule.state_elements(spec.elements(), settings).len();
         &rule.names()[..tensors]
     }
@@ -424,7 +424,7 @@ impl Optimizer {
         let Some(settings) = self.settings.as_ref().filter(|_| spec.trained) else { return 0 };
         let width: usize = spec.whole_shape().iter().skip(1).product();
         let of = |member: Member| -> usize {
-            let rule = Rule::of(settings.name, spec, &member.rows);
+            let rule = Rule::of(settings.name, spec, &member.rows, 0.0);
             rule.state_elements(member.rows.len() * width, settings).iter().sum()
         };
         members(spec).into_iter().map(of).sum()
@@ -516,11 +516,17 @@ enum Rule {
     Muon([usize; 2]),
     Factored([usize; 2]),
     Second,
+    /// Steps of this size against the sign of the gradient.
+    Balance(f32),
 }
 
 impl Rule {
-    /// The rule of the rows `rows` of a parameter.
-    fn of(name: OptimizerName, spec: &ParameterSpec, rows: &Range<usize>) -> Rule {
+    /// The rule of the rows `rows` of a parameter. `balance`: the steps of a bias that balances
+    /// experts.
+    fn of(name: OptimizerName, spec: &ParameterSpec, rows: &Range<usize>, balance: f32) -> Rule {
+        if spec.kind == ParameterKind::Balance {
+            return Rule::Balance(balance);
+        }
         let matrix = (spec.shape.len() == 2).then(|| [rows.len(), spec.shape[1]]);
         match (name, matrix) {
             (OptimizerName::Muon, Some(shape)) if spec.kind == ParameterKind::Matrix => Rule::Muon(shape),
@@ -532,7 +538,7 @@ impl Rule {
     }
 
     fn is_elementwise(self) -> bool {
-        matches!(self, Rule::Moments | Rule::Momentum)
+        matches!(self, Rule::Moments | Rule::Momentum | Rule::Balance(_))
     }
 
     /// Number of elements of each state tensor of a range of `elements` elements.
@@ -540,7 +546,7 @@ impl Rule {
         match self {
             Rule::Moments => vec![elements; 2],
             Rule::Momentum if settings.name == OptimizerName::Lion || settings.momentum != 0.0 => vec![elements],
-            Rule::Momentum => Vec::new(),
+            Rule::Momentum | Rule::Balance(_) => Vec::new(),
             Rule::Muon(_) | Rule::Second => vec![elements],
             Rule::Factored([rows, columns]) => vec![rows, columns],
         }
@@ -566,6 +572,7 @@ impl Rule {
             Rule::Momentum | Rule::Muon(_) => &["momentum_buffer"],
             Rule::Factored(_) => &["exp_avg_sq_row", "exp_avg_sq_col"],
             Rule::Second => &["exp_avg_sq"],
+            Rule::Balance(_) => &[],
         }
     }
 }
@@ -579,19 +586,19 @@ struct Stretch {
     member: Option<Member>,
 }
 
-fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName) -> Vec<Stretch> {
+fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName, balance: f32) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
     let trained: Vec<(usize, Range<usize>)> = layout.trained().collect();
     for (place, (index, exact)) in trained.iter().cloned().enumerate() {
         let spec = &specs[index];
         let members = members(spec);
-        let (rule, decays) = (Rule::of(name, spec, &members[0].rows), spec.kind.decays());
+        let (rule, decays) = (Rule::of(name, spec, &members[0].rows, balance), spec.kind.decays());
         if !rule.is_elementwise() {
             let width = spec.row_elements();
             stretches.extend(members.into_iter().map(|member| Stretch {
                 range: exact.start + member.rows.start * width..exact.start + member.rows.end * width,
                 decays,
-                rule: Rule::of(name, spec, &member.rows),
+                rule: Rule::of(name, spec, &member.rows, balance),
                 parameters: vec![(index, exact.clone())],
                 member: Some(member),
             }));
@@ -637,7 +644,9 @@ fn chunks(
     let layout = UnitLayout::new(specs, holding.shards);
     let held = holding.range(holding.placement.masters, &layout);
     let each = chunk_elements(held.len() as u64, count) as usize;
-    let stretches = stretches(specs, &layout, settings.name);
+    let experts = model.spec().and_then(|spec| spec.experts.as_ref());
+    let balance = experts.map_or(0.0, |experts| experts.bias_update_rate as f32);
+    let stretches = stretches(specs, &layout, settings.name, balance);
     let chunk = |number: usize| {
         let range = overlap(&(held.start + number * each..held.start + (number + 1) * each), &held);
         let (here, visit) = (Mutex::default(), Mutex::default());
@@ -682,6 +691,7 @@ impl Piece {
             Rule::Muon(shape) => State::Muon(view(0)?, shape),
             Rule::Factored(_) => State::Factored(view(0)?, view(1)?),
             Rule::Second => State::Second(view(0)?),
+            Rule::Balance(_) => State::Momentum(None),
         })
     }
 
@@ -694,6 +704,9 @@ impl Piece {
     ) -> Result<()> {
         let lr = (settings.learning_rate * rates.factor) as f32;
         let weight_decay = if self.decays { settings.weight_decay as f32 } else { 0.0 };
+        if let Rule::Balance(rate) = self.rule {
+            return Ok(optim::sign_step(rate, operands)?);
+        }
         let (beta1, beta2, eps) = (settings.beta1 as f32, settings.beta2 as f32, settings.eps as f32);
         match &mut self.state(state)? {
             State::Moments(first, second) => {

@@ -105,7 +105,7 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
         config.model.max_sequence_length.get_or_insert(run.max_positions);
     }
     let inputs = Inputs { tokenizer_vocabulary: Some(vocabulary), ..inputs_for(&config, Inputs::of_this_machine())? };
-    let asked = spec_of(&config.resolve_model(&inputs)?, config.model.dropout)?;
+    let asked = spec_of(&config.resolve_model(&inputs)?, &config)?;
     check_model(folder, &run, &asked, model_change)?;
     Ok(config)
 }

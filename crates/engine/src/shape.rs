@@ -1,10 +1,10 @@
 //! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
-    Activation as ConfigActivation, AdapterMethod, CheckpointMode, Compute, Config, CudaGraphs, FP8_AMAX_HISTORY,
-    Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
+    Activation as ConfigActivation, AdapterMethod, CheckpointMode, Compute, Config, CudaGraphs, ExpertsSection,
+    FP8_AMAX_HISTORY, Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
     PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
-    Resolved, RopeScaling as ConfigScaling,
+    Resolved, RopeScaling as ConfigScaling, Section,
 };
 use crate::fp8::{Fp8Settings, check_sizes, layers};
 use crate::precision::LossScaler;
@@ -30,6 +30,9 @@ use trainyard_tensor::DType;
 pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
     let spec = unchecked_spec(resolved)?;
     if fp8(resolved).is_some() {
+        if spec.experts.is_some() {
+            return Err(does_not_fit("precision.fp8: products of experts have no 8-bit form; set it to off"));
+        }
         let rows = resolved.batch.micro * resolved.sequence_length / resolved.parallel.context;
         check_sizes(&[
             ("model.dim", spec.dim),
@@ -65,20 +68,43 @@ fn check_parts(resolved: &Resolved, spec: &ModelSpec) -> Result<()> {
 }
 
 fn unchecked_spec(resolved: &Resolved) -> Result<ModelSpec> {
-    spec_of(&resolved.model, resolved.config.model.dropout)
+    spec_of(&resolved.model, &resolved.config)
 }
 
-/// The model that `source` describes, with this dropout.
-pub(crate) fn spec_of(source: &ModelSource, dropout: f64) -> Result<ModelSpec> {
+/// The model that `source` describes, with the dropout and the balance of experts of `config`.
+pub(crate) fn spec_of(source: &ModelSource, config: &Config) -> Result<ModelSpec> {
     match source {
         ModelSource::Shape(shape) => from_shape(shape),
         ModelSource::HuggingFace { path, .. } => {
             let text = config_text(path)?;
             let mut spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
-            spec.dropout = dropout;
+            spec.dropout = config.model.dropout;
+            balance(&mut spec, &config.experts)?;
             Ok(spec)
         }
     }
+}
+
+/// Sets the balance of the experts of a model from files.
+fn balance(spec: &mut ModelSpec, section: &ExpertsSection) -> Result<()> {
+    let Some(experts) = &mut spec.experts else {
+        let set = section.keys().into_iter().find(|key| section.get(key.name).is_some());
+        let problem = |key: &str| does_not_fit(format!("experts.{key} is given, and the model has no experts"));
+        return set.map_or(Ok(()), |key| Err(problem(key.name)));
+    };
+    experts.auxiliary_loss = section.auxiliary_loss.unwrap_or(experts.auxiliary_loss);
+    experts.z_loss = section.z_loss.unwrap_or(experts.z_loss);
+    experts.capacity_factor = section.capacity_factor.or(experts.capacity_factor);
+    if let Some(rate) = section.bias_update_rate {
+        if rate > 0.0 && !experts.selection_bias {
+            return Err(does_not_fit(format!(
+                "experts.bias_update_rate = {rate}: the files of this family have no bias of the router; \
+                 balance it with experts.auxiliary_loss"
+            )));
+        }
+        experts.bias_update_rate = rate;
+    }
+    Ok(())
 }
 
 fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
@@ -132,6 +158,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
         sliding_window: shape.sliding_window,
         dropout: shape.dropout,
         init_std: shape.init_std,
+        experts: shape.experts.clone(),
         ..usual
     })
 }

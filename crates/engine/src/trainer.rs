@@ -9,7 +9,9 @@ use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::health::Suspicion;
 use crate::measured::{Kinds, Measured};
 use crate::metrics::above_peak::{AbovePeak, Work};
-use crate::metrics::{EvaluationMetrics, Progress, Recorder, Sitting, StepMetrics, Throughput, TimeLeft};
+use crate::metrics::{
+    EvaluationMetrics, ExpertMetrics, Progress, Recorder, Sitting, StepMetrics, Throughput, TimeLeft,
+};
 use crate::rank::{StepOutcome, StepSettings};
 use crate::recording::{Moments, Recording};
 use crate::resume::rate_change;
@@ -508,6 +510,7 @@ impl<'s> Run<'s> {
             predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
+            experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
         };
         if let Some(recorder) = &mut self.recorder

@@ -199,7 +199,7 @@ pub struct FlopsPerToken {
 
 impl ModelSpec {
     /// Elements of all parameters that take part in a product for every token, gains and biases
-    /// included.
+    /// included. Of experts these are as many as a token goes to.
     pub fn multiplied_parameters(&self) -> usize {
         let ModelSpec { dim, ffn_dim, .. } = *self;
         let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());
@@ -213,13 +213,16 @@ impl ModelSpec {
             QkNormKind::EachHead => 2 * self.head_dim,
             QkNormKind::Whole => (qkv + q) / 2,
         };
-        let block = dim * (qkv + q + up + ffn_dim)
+        let mlp = |layer: usize| match self.experts_of(layer) {
+            None => dim * (up + ffn_dim) + when(self.mlp_bias, up + dim),
+            Some(experts) => dim * (experts.experts + 3 * (experts.top_k * experts.ffn_dim + experts.shared_ffn_dim)),
+        };
+        let block = dim * (qkv + q)
             + norms * norm
             + when(self.qkv_bias, qkv)
             + when(self.o_bias, dim)
-            + when(self.mlp_bias, up + dim)
             + when(self.qk_norm, qk_norm);
-        self.layers * block + norm + self.vocab_size * dim
+        self.layers * block + (0..self.layers).map(mlp).sum::<usize>() + norm + self.vocab_size * dim
     }
 
     /// FLOPs of training on one token of a sequence of `length` tokens.

@@ -95,6 +95,97 @@ fn yes() -> bool {
     true
 }
 
+/// The function from a router's logits to scores.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Gate {
+    /// `e^l / Σ e^l` over all experts.
+    Softmax,
+    /// `1 / (1 + e^-l)` of each.
+    Sigmoid,
+}
+
+/// A mixture of experts in the place of MLPs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertsSpec {
+    /// Experts to choose from.
+    pub experts: usize,
+    /// Experts that each token goes to.
+    pub top_k: usize,
+    /// Inner width of each expert.
+    pub ffn_dim: usize,
+    /// Inner width of the shared experts together, which see every token; 0: none.
+    #[serde(default)]
+    pub shared_ffn_dim: usize,
+    /// From logits to scores.
+    pub gate: Gate,
+    /// True if a token's weights are its scores divided by their sum.
+    pub normalise: bool,
+    /// Factor of all weights.
+    #[serde(default = "one")]
+    pub scale: f64,
+    /// True if a bias for each expert is added to scores where experts are chosen.
+    #[serde(default)]
+    pub selection_bias: bool,
+    /// The layers with an MLP instead.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub dense_layers: Vec<usize>,
+    /// Factor of the auxiliary loss of each layer (Fedus et al. 2021).
+    #[serde(default)]
+    pub auxiliary_loss: f64,
+    /// Factor of the router's z-loss of each layer (Zoph et al. 2022).
+    #[serde(default)]
+    pub z_loss: f64,
+    /// Step by which the bias moves in each update (Wang et al. 2024).
+    #[serde(default)]
+    pub bias_update_rate: f64,
+    /// The rows that an expert keeps of a micro-batch in training, over the mean; None keeps all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub capacity_factor: Option<f64>,
+}
+
+impl ExpertsSpec {
+    fn validate(&self, layers: usize) -> Result<()> {
+        let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
+        let ExpertsSpec { experts, top_k, ffn_dim, shared_ffn_dim, .. } = *self;
+        if !(1..=1 << 14).contains(&experts) {
+            return fail("experts.experts", format!("{experts} is not between 1 and {}", 1 << 14));
+        }
+        if !(1..=experts).contains(&top_k) {
+            return fail("experts.top_k", format!("{top_k} of {experts} experts: give a number from 1 to {experts}"));
+        }
+        if !(1..=1 << 24).contains(&ffn_dim) || shared_ffn_dim > 1 << 24 {
+            return fail(
+                "experts.ffn_dim",
+                format!("{ffn_dim} and shared {shared_ffn_dim}: from 1 (0) to {}", 1 << 24),
+            );
+        }
+        if let Some(layer) = self.dense_layers.iter().find(|layer| **layer >= layers) {
+            return fail("experts.dense_layers", format!("layer {layer} of a model with {layers} layers"));
+        }
+        for (field, value) in [
+            ("experts.auxiliary_loss", self.auxiliary_loss),
+            ("experts.z_loss", self.z_loss),
+            ("experts.bias_update_rate", self.bias_update_rate),
+        ] {
+            if !(value >= 0.0 && value.is_finite()) {
+                return fail(field, format!("{value} is no number from 0 on"));
+            }
+        }
+        if self.bias_update_rate > 0.0 && !self.selection_bias {
+            return fail("experts.bias_update_rate", "there is no bias to update: set selection_bias".into());
+        }
+        if !(self.scale > 0.0 && self.scale.is_finite()) {
+            return fail("experts.scale", format!("{} is no positive number", self.scale));
+        }
+        if let Some(factor) = self.capacity_factor.filter(|factor| !(*factor > 0.0 && factor.is_finite())) {
+            return fail("experts.capacity_factor", format!("{factor} is no positive number"));
+        }
+        Ok(())
+    }
+}
+
 /// A model, resolved. Symbols: d = `dim`, h = `heads`, h_kv = `kv_heads`, c = `head_dim`, f =
 /// `ffn_dim`, v = `vocab_size`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -141,6 +232,9 @@ pub struct ModelSpec {
     /// True if the head multiplies by the token table (Press & Wolf 2017).
     #[serde(default)]
     pub tie_embeddings: bool,
+    /// Experts in the place of MLPs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts: Option<ExpertsSpec>,
     /// Rotary positions; absent exactly in families that learn theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope: Option<RopeSpec>,
@@ -211,6 +305,11 @@ impl ModelSpec {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
+    /// The experts of `layer`; None if it has an MLP.
+    pub fn experts_of(&self, layer: usize) -> Option<&ExpertsSpec> {
+        self.experts.as_ref().filter(|experts| !experts.dense_layers.contains(&layer))
+    }
+
     /// The window of `layer`, if it has one.
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.sliding_window.filter(|_| self.sliding_layers.as_ref().is_none_or(|layers| layers.contains(&layer)))
@@ -271,6 +370,12 @@ impl ModelSpec {
         }
         if let Some(local) = &self.local_rope {
             local.validate(self.head_dim)?;
+        }
+        if let Some(experts) = &self.experts {
+            experts.validate(self.layers)?;
+            if self.family.row("mlp.router.weight").is_none() {
+                return fail("experts", format!("family {} has none; use mixtral, qwen3_moe or dots1", self.family));
+            }
         }
         self.family.validate(self)?;
         match (self.sliding_window, &self.sliding_layers) {

@@ -38,6 +38,17 @@ pub enum Cut {
     GateUpRows,
     /// Columns are columns of the MLP, divided.
     FfnColumns,
+    /// Rows are those of each expert in turn: of the gate, then as many for the product, each
+    /// divided.
+    ExpertsUpRows,
+    /// Columns are columns of each expert's MLP, divided.
+    ExpertsDownColumns,
+    /// As [`Cut::GateUpRows`], of the shared experts.
+    SharedUpRows,
+    /// As [`Cut::FfnColumns`], of the shared experts.
+    SharedDownColumns,
+    /// Whole, for compute of which each rank has a summand.
+    Router,
     /// Whole, for compute on the residual stream.
     Residual,
     /// Whole, for compute on each head.
@@ -167,6 +178,10 @@ pub struct Division {
     whole_heads: [usize; 2],
     ffn: Range<usize>,
     ffn_dim: usize,
+    /// Columns of each expert and of the shared experts, with their number in the whole.
+    expert_ffn: (Range<usize>, usize),
+    shared_ffn: (Range<usize>, usize),
+    experts: usize,
     vocabulary: Range<usize>,
     vocab_size: usize,
 }
@@ -193,6 +208,13 @@ impl Division {
             let problem = || ModelError::Split(format!("{total} {what} cannot be divided among {ranks} ranks"));
             parts.map(|parts| parts[rank].clone()).ok_or_else(problem)
         };
+        let (mut expert_ffn, mut shared_ffn) = ((0..0, 0), (0..0, 0));
+        if let Some(experts) = &spec.experts {
+            expert_ffn = (share("columns of an expert", experts.ffn_dim)?, experts.ffn_dim);
+            if experts.shared_ffn_dim > 0 {
+                shared_ffn = (share("columns of the shared experts", experts.shared_ffn_dim)?, experts.shared_ffn_dim);
+            }
+        }
         Ok(Division {
             split,
             family: spec.family,
@@ -201,6 +223,9 @@ impl Division {
             whole_heads: [heads, kv_heads],
             ffn: share("columns of the MLP", ffn_dim)?,
             ffn_dim,
+            expert_ffn,
+            shared_ffn,
+            experts: spec.experts.as_ref().map_or(0, |experts| experts.experts),
             vocabulary: share("tokens of the vocabulary", vocab_size)?,
             vocab_size,
         })
@@ -257,7 +282,7 @@ impl Division {
                 parameter.layout = if self.split.sequence { Layout::Replicated } else { Layout::Invariant };
                 return;
             }
-            Cut::EachHead | Cut::AllHeads => {
+            Cut::EachHead | Cut::AllHeads | Cut::Router => {
                 parameter.layout = Layout::Replicated;
                 return;
             }
@@ -267,6 +292,13 @@ impl Division {
                 let up = self.ffn_dim + self.ffn.start..self.ffn_dim + self.ffn.end;
                 (0, vec![Stretch::own(self.ffn.clone()), Stretch::own(up)])
             }
+            Cut::SharedUpRows => (0, gate_up(0, &self.shared_ffn)),
+            Cut::ExpertsUpRows => {
+                let of = |e: usize| gate_up(2 * e * self.expert_ffn.1, &self.expert_ffn);
+                (0, (0..self.experts).flat_map(of).collect())
+            }
+            Cut::ExpertsDownColumns => (1, vec![Stretch::own(self.expert_ffn.0.clone())]),
+            Cut::SharedDownColumns => (1, vec![Stretch::own(self.shared_ffn.0.clone())]),
             Cut::FfnColumns => (1, vec![Stretch::own(self.ffn.clone())]),
             Cut::HeadColumns => {
                 let heads = &self.heads[self.split.rank];
@@ -338,6 +370,12 @@ impl Stretch {
     fn own(whole: Range<usize>) -> Stretch {
         Stretch { whole, holders: 1, owned: true }
     }
+}
+
+/// The rank's rows of a gate and of as many columns of the product, of which the first is `first`.
+fn gate_up(first: usize, (own, of): &(Range<usize>, usize)) -> Vec<Stretch> {
+    let stretch = |first: usize| Stretch::own(first + own.start..first + own.end);
+    vec![stretch(first), stretch(first + of)]
 }
 
 /// A dimension in near-equal parts, None if there are fewer positions than ranks.

@@ -162,7 +162,8 @@ pub(crate) fn tuned(
             // The embedding is looked up, and the head is fused with the loss.
             for index in (0..inner.parameters().len()).filter(|_| number > 0 && number < last) {
                 let weight = parameters[index].clone();
-                if weight.kind != ParameterKind::Matrix || weight.shape.len() != 2 {
+                let linear = weight.kind == ParameterKind::Matrix && weight.shape.len() == 2;
+                if !linear || is_of_routed_experts(&weight) {
                     continue;
                 }
                 targets.extend(weight.sources.iter().map(|source| layer_of(&source.hf_name).to_owned()));
@@ -193,6 +194,12 @@ pub(crate) fn tuned(
         return Err(ModelError::Tuning("every parameter is frozen, so there is nothing to train".into()));
     }
     Ok((all, adapters))
+}
+
+/// True for the weights of a router and of the experts that it chooses from. Their products are not
+/// those of linear layers and take no adapters.
+fn is_of_routed_experts(weight: &ParameterSpec) -> bool {
+    ["mlp.router.", "mlp.experts."].iter().any(|prefix| weight.name.starts_with(prefix))
 }
 
 /// Up to three of `names`.

@@ -8,6 +8,7 @@
 //! `examples/own_model.rs` of the engine, which trains one.
 
 use crate::cache::KvCache;
+use crate::routing::RoutingRecord;
 use crate::{Batch, ModelError, ParameterSpec, Result};
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_program::{Axis, Change, Layout};
@@ -42,23 +43,25 @@ pub struct Forward<'a> {
     /// Keys and values of earlier tokens, for generation. The batch is then one sequence that
     /// continues them.
     pub cache: Option<&'a mut KvCache>,
+    /// Where mixtures of experts record the ways of their tokens.
+    pub routing: Option<&'a mut RoutingRecord>,
 }
 
 impl<'a> Forward<'a> {
     /// The context of training: dropout acts, and the head gives the loss.
     pub fn training(batch: &'a Batch, scale: f32) -> Forward<'a> {
-        Forward { batch, training: true, output: Output::Loss { scale }, cache: None }
+        Forward { batch, training: true, output: Output::Loss { scale }, cache: None, routing: None }
     }
 
     /// The context of evaluation.
     pub fn evaluation(batch: &'a Batch, output: Output) -> Forward<'a> {
-        Forward { batch, training: false, output, cache: None }
+        Forward { batch, training: false, output, cache: None, routing: None }
     }
 
     /// The context of generation: the head gives the logits of the token after the batch, which
     /// continues `cache`.
     pub fn generation(batch: &'a Batch, cache: &'a mut KvCache) -> Forward<'a> {
-        Forward { batch, training: false, output: Output::LastLogits, cache: Some(cache) }
+        Forward { batch, training: false, output: Output::LastLogits, cache: Some(cache), routing: None }
     }
 
     /// The factor of the loss's sum over the targets of the batch.

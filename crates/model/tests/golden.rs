@@ -26,7 +26,7 @@ fn the_same_with_cheap_results_recomputed_and_the_loss_taken_in_backward() {
 #[test]
 fn the_same_on_every_rung_of_this_machine() {
     for isa in Isa::available() {
-        for name in ["gpt2", "qwen3"] {
+        for name in ["gpt2", "qwen3", "dots1"] {
             check(name, &Device::cpu(isa, 2, None), Policy::Everything, true);
         }
     }
@@ -37,7 +37,7 @@ fn the_same_on_every_rung_of_this_machine() {
 #[test]
 fn half_precision_stays_near() {
     for (dtype, tolerance) in [(DType::BF16, 0.03), (DType::F16, 0.004)] {
-        for name in GOLDENS {
+        for name in GOLDENS.into_iter().filter(|name| !MIXTURES.contains(name)) {
             check_in(name, &cpu(), dtype, tolerance);
         }
     }

@@ -189,7 +189,8 @@ impl Group {
                     let leaf = |value: &usize| tape.leaf(values[*value][rank].clone().expect("a value that was given"));
                     let takes: Vec<Var> = described.takes.iter().map(leaf).collect();
                     let cache = caches.as_deref_mut().map(|caches| &mut caches[rank]);
-                    let mut cx = Forward { batch: &batches[rank], training: course.training, output, cache };
+                    let mut cx =
+                        Forward { batch: &batches[rank], training: course.training, output, cache, routing: None };
                     let unit = &self.models[rank].units()[unit];
                     let gives = match unit.segments() {
                         Some(_) => unit.forward_segment(segment, &mut tape, &mut cx, &takes).unwrap(),

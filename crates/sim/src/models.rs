@@ -62,12 +62,17 @@ impl From<&ModelSpec> for Architecture {
             heads: spec.heads as u32,
             kv_heads: spec.kv_heads as u32,
             head_dim: spec.head_dim as u32,
-            ffn: spec.ffn_dim as u32,
+            ffn: spec.experts.as_ref().map_or(spec.ffn_dim, |experts| experts.ffn_dim) as u32,
             vocab: spec.vocab_size as u32,
             gated: spec.family.form().mlp == MlpKind::Gated,
             tied: spec.tie_embeddings,
             positions: spec.learned_positions().unwrap_or(0) as u32,
-            experts: None::<Experts>,
+            experts: spec.experts.as_ref().map(|experts| Experts {
+                count: experts.experts as u32,
+                per_token: experts.top_k as u32,
+                shared_ffn: experts.shared_ffn_dim as u32,
+                imbalance: Experts::NATURAL,
+            }),
             latent: None,
         }
     }

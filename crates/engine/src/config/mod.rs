@@ -107,6 +107,8 @@ config! {
     model: ModelSection,
     /// The trained part of the model, and adapters.
     fine_tuning: FineTuningSection,
+    /// Experts in the place of MLPs.
+    experts: ExpertsSection,
     /// The tokenizer.
     tokenizer: TokenizerSection,
     /// Corpora.

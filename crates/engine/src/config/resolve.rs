@@ -136,6 +136,8 @@ pub struct ModelShape {
     pub activation: Activation,
     pub dropout: f64,
     pub init_std: f64,
+    /// Experts in the place of MLPs.
+    pub experts: Option<trainyard_model::ExpertsSpec>,
 }
 
 /// Rotary positions: base and scaling. `factor` and the fields after it are read only by the

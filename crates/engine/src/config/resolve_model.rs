@@ -4,11 +4,14 @@ use super::presets::activation;
 use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::sections::*;
 use super::{Config, ConfigError, Origin, Section};
-use trainyard_model::Family;
 use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
+use trainyard_model::{ExpertsSpec, Family, Gate, ModelSpec};
 
 /// Keys of `[model]` that may be given beside a Hugging Face folder.
 const BESIDE_PATH: [&str; 4] = ["preset", "path", "load_weights", "dropout"];
+
+/// Keys of `[experts]` that may be given beside a Hugging Face folder.
+const BALANCE: [&str; 4] = ["auxiliary_loss", "z_loss", "bias_update_rate", "capacity_factor"];
 
 /// Upper limit for the rows of the embedding: more than any tokenizer has tokens.
 const VOCABULARY_MAX: u64 = 1 << 24;
@@ -35,6 +38,15 @@ impl Resolver {
                                 "model.{key} is given beside model.path, whose config.json decides the shape: remove it"
                             );
                             self.problem(&format!("model.{key}"), message);
+                        }
+                    }
+                    let experts = self.config.experts.clone();
+                    for key in experts.keys().iter().map(|key| key.name).filter(|key| !BALANCE.contains(key)) {
+                        if experts.get(key).is_some() {
+                            let message = format!(
+                                "experts.{key} is given beside model.path, whose config.json decides the shape: remove it"
+                            );
+                            self.problem(&format!("experts.{key}"), message);
                         }
                     }
                 }
@@ -177,7 +189,72 @@ impl Resolver {
             activation: self.settle("model.activation", &m.activation, activation, as_usual),
             dropout: m.dropout,
             init_std,
+            experts: self.experts(family, &ModelSpec { ffn_dim, ..family.usual(&sizes) }),
         }
+    }
+
+    /// The experts of a shape; `usual` has the family's.
+    fn experts(&mut self, family: Family, usual: &ModelSpec) -> Option<ExpertsSpec> {
+        let e = self.config.experts.clone();
+        let Some(usual_experts) = &usual.experts else {
+            let because = format!("family {family} has no experts; mixtral, qwen3_moe and dots1 have them");
+            for key in e.keys().iter().map(|key| key.name) {
+                self.unused(&format!("experts.{key}"), &e.get(key), &because);
+            }
+            return None;
+        };
+        let because = format!("as {} has it", family.title());
+        let usual_of = |gate| if gate == Gate::Sigmoid { RouterGate::Sigmoid } else { RouterGate::Softmax };
+        let mut size = |key: &str, given: &Option<usize>, usual: usize, least: u64| {
+            let key = format!("experts.{key}");
+            let value = self.settle(&key, given, usual, &because);
+            self.count(&key, Some(value as u64), least, 1 << 24);
+            value
+        };
+        let experts = size("count", &e.count, usual_experts.experts, 1);
+        let top_k = size("top_k", &e.top_k, usual_experts.top_k.min(experts), 1);
+        let ffn_dim = size("ffn_dim", &e.ffn_dim, usual_experts.ffn_dim, 1);
+        let shared = if usual_experts.shared_ffn_dim > 0 { ffn_dim } else { 0 };
+        let shared_ffn_dim = size("shared_ffn_dim", &e.shared_ffn_dim, shared, 0);
+        let dense_layers = size("dense_layers", &e.dense_layers, 0, 0);
+        if top_k > experts {
+            let message = format!("experts.top_k = {top_k}: there are only {experts} experts");
+            self.problem("experts.top_k", message);
+        }
+        if dense_layers > usual.layers {
+            let message = format!("experts.dense_layers = {dense_layers}: there are only {} layers", usual.layers);
+            self.problem("experts.dense_layers", message);
+        }
+        let gate = self.settle("experts.gate", &e.gate, usual_of(usual_experts.gate), &because);
+        let normalise = self.settle("experts.normalise", &e.normalise, usual_experts.normalise, &because);
+        let mut factor = |key: &str, given: &Option<f64>, usual: f64, least: f64| {
+            let key = format!("experts.{key}");
+            let value = self.settle(&key, given, usual, &because);
+            self.within(&key, value, least, 1e6);
+            value
+        };
+        let scale = factor("scale", &e.scale, usual_experts.scale, f64::MIN_POSITIVE);
+        let auxiliary_loss = factor("auxiliary_loss", &e.auxiliary_loss, usual_experts.auxiliary_loss, 0.0);
+        let z_loss = factor("z_loss", &e.z_loss, usual_experts.z_loss, 0.0);
+        let rate = factor("bias_update_rate", &e.bias_update_rate, usual_experts.bias_update_rate, 0.0);
+        if let Some(factor) = e.capacity_factor {
+            self.within("experts.capacity_factor", factor, f64::MIN_POSITIVE, 1e6);
+        }
+        Some(ExpertsSpec {
+            experts,
+            top_k,
+            ffn_dim,
+            shared_ffn_dim,
+            gate: if gate == RouterGate::Sigmoid { Gate::Sigmoid } else { Gate::Softmax },
+            normalise,
+            scale,
+            selection_bias: usual_experts.selection_bias || rate > 0.0,
+            dense_layers: (0..dense_layers.min(usual.layers)).collect(),
+            auxiliary_loss,
+            z_loss,
+            bias_update_rate: rate,
+            capacity_factor: e.capacity_factor,
+        })
     }
 
     fn vocabulary(&mut self, m: &ModelSection, inputs: &Inputs) -> Option<usize> {

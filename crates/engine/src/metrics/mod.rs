@@ -24,6 +24,7 @@ use crate::config::MetricsSection;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use trainyard_model::{LayerRouting, RoutingRecord};
 
 /// One optimizer step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -83,8 +84,48 @@ pub struct StepMetrics {
     /// mean square distance of their changes from the mean change, as a share of its length.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
+    /// The balance of experts, in a model with experts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts: Option<ExpertMetrics>,
     /// True if the update was skipped because the loss or the gradient was not finite.
     pub skipped: bool,
+}
+
+/// The balance of experts in one step, over all ranks and micro-batches.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertMetrics {
+    /// Tokens of the largest expert over the mean, in the layer where that is most.
+    pub load_max: f64,
+    /// The same, averaged over layers.
+    pub load_max_mean: f64,
+    /// Choices that were dropped because their expert had no room, over all layers.
+    pub dropped: u64,
+    /// The auxiliary loss without its factor, E sum(f P), averaged over layers; `top_k` when experts
+    /// are balanced. 0 where neither it nor the z-loss has a factor.
+    pub auxiliary_loss: f64,
+    /// The router's z-loss without its factor, averaged over layers.
+    pub z_loss: f64,
+}
+
+impl ExpertMetrics {
+    /// The figures of a step's record; None where nothing was routed.
+    pub fn new(record: &RoutingRecord) -> Option<ExpertMetrics> {
+        let layers: Vec<&LayerRouting> = record.layers().map(|(_, layer)| layer).collect();
+        let count = layers.len() as f64;
+        let mean = |of: &dyn Fn(&LayerRouting) -> f64| layers.iter().map(|layer| of(layer)).sum::<f64>() / count;
+        let load = |layer: &LayerRouting| {
+            let sum: f64 = layer.counts.iter().sum();
+            let max = layer.counts.iter().copied().fold(0.0, f64::max);
+            if sum > 0.0 { max * layer.counts.len() as f64 / sum } else { 0.0 }
+        };
+        (!layers.is_empty()).then(|| ExpertMetrics {
+            load_max: layers.iter().map(|layer| load(layer)).fold(0.0, f64::max),
+            load_max_mean: mean(&load),
+            dropped: layers.iter().map(|layer| layer.dropped).sum::<f64>() as u64,
+            auxiliary_loss: mean(&|layer| layer.auxiliary / layer.tokens),
+            z_loss: mean(&|layer| layer.z / layer.tokens),
+        })
+    }
 }
 
 /// One evaluation on held-back text.
@@ -357,6 +398,16 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     .into();
     scalars.extend(m.mfu.map(|mfu| ("mfu(%)".to_owned(), 100.0 * mfu)));
     scalars.extend(m.drift.map(|drift| ("drift".to_owned(), drift)));
+    let experts = m.experts.map(|experts| {
+        [
+            ("experts/load_max", experts.load_max),
+            ("experts/load_max_mean", experts.load_max_mean),
+            ("experts/dropped", experts.dropped as f64),
+            ("experts/auxiliary_loss", experts.auxiliary_loss),
+            ("experts/z_loss", experts.z_loss),
+        ]
+    });
+    scalars.extend(experts.into_iter().flatten().map(|(tag, value)| (tag.to_owned(), value)));
     scalars.extend(m.loss_scale.map(|scale| ("loss_scale".to_owned(), scale)));
     scalars
         .extend(m.mem_peak.iter().map(|(purpose, bytes)| (format!("memory/max_{purpose}(GiB)"), *bytes as f64 / GIB)));
@@ -389,6 +440,7 @@ pub(crate) mod tests {
             predicted_mem_peak_bytes: Some(3 << 29),
             loss_scale: None,
             drift: None,
+            experts: None,
             skipped: false,
         }
     }
@@ -450,6 +502,23 @@ pub(crate) mod tests {
         let keys: Vec<_> = record.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, names.split(' ').collect::<Vec<_>>());
         assert_eq!(serde_json::from_value::<StepMetrics>(record).unwrap(), sample(3));
+    }
+
+    #[test]
+    fn the_balance_of_experts_is_of_the_worst_layer_and_of_all() {
+        // Counts of four experts, then dropped, tokens, auxiliary, z: an even layer, one without
+        // experts, and one in which the largest expert has twice the mean.
+        let list = [[2.0, 2.0, 2.0, 2.0, 0.0, 4.0, 8.0, 4.0], [0.0; 8], [4.0, 2.0, 2.0, 0.0, 1.0, 4.0, 12.0, 0.0]];
+        let record = RoutingRecord::from_list(&list.concat(), 4);
+        let metrics = ExpertMetrics::new(&record).unwrap();
+        let want = ExpertMetrics { load_max: 2.0, load_max_mean: 1.5, dropped: 1, auxiliary_loss: 2.5, z_loss: 0.5 };
+        assert_eq!(metrics, want);
+        assert_eq!(RoutingRecord::from_list(&record.to_list(3, 4), 4), record);
+        assert_eq!(ExpertMetrics::new(&RoutingRecord::default()), None);
+        let metrics = StepMetrics { experts: Some(metrics), ..sample(1) };
+        assert!(step_scalars(&metrics).contains(&("experts/load_max".to_owned(), 2.0)));
+        let text = serde_json::to_string(&metrics).unwrap();
+        assert_eq!(serde_json::from_str::<StepMetrics>(&text).unwrap(), metrics);
     }
 
     #[test]

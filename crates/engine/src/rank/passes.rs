@@ -10,7 +10,7 @@ use crate::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 use trainyard_autograd::{Deferred, Place, Policy, Recording, Tape, Var};
-use trainyard_model::Forward;
+use trainyard_model::{Forward, RoutingRecord};
 use trainyard_program::{BackwardPart, Change, Keep, Phase, Program, SegmentShape, SplitShape, ValueShape};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{Purpose, Tensor};
@@ -63,6 +63,8 @@ pub(super) struct Passes {
     again: BTreeSet<Run>,
     /// Per segment, the number of its activations that are offloaded.
     away: BTreeMap<Run, Vec<(u32, usize)>>,
+    /// Where the tokens of mixtures of experts went, each forward once.
+    pub routing: RoutingRecord,
 }
 
 /// The inside of a unit that runs as a whole: one segment. The first unit has no input.
@@ -168,7 +170,7 @@ impl<'a> Pass<'a> {
             };
             self.passes.kept_inputs.insert(at.run(), kept);
         }
-        let (recording, takes, gives) = self.record(takes, policy)?;
+        let (recording, takes, gives) = self.record(takes, policy, !again)?;
         let mut result = None;
         for (value, var) in segment.gives.iter().zip(&gives) {
             let tensor = var.tensor().clone();
@@ -256,8 +258,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Runs a segment's forward on a new tape.
-    fn record(&mut self, takes: Vec<Tensor>, policy: Policy) -> Result<(Recording, Vec<Var>, Vec<Var>)> {
+    /// Runs a segment's forward on a new tape; `first` if it is not repeated.
+    fn record(&mut self, takes: Vec<Tensor>, policy: Policy, first: bool) -> Result<(Recording, Vec<Var>, Vec<Var>)> {
         let Pass { rank, step, at, inside, .. } = *self;
         let At { unit, micro_batch, segment } = at;
         let program = step.program();
@@ -290,6 +292,7 @@ impl<'a> Pass<'a> {
         };
         let takes: Vec<Var> = values.iter().zip(takes).map(place).collect();
         let mut cx = Forward::training(&batch, rank.loss_scale(step));
+        cx.routing = first.then_some(&mut self.passes.routing);
         let module = &rank.model.units()[unit as usize];
         let gives = match program.split_of(unit) {
             Some(_) => module.forward_segment(segment as usize, &mut tape, &mut cx, &takes)?,
@@ -359,7 +362,7 @@ impl<'a> Pass<'a> {
             }
         };
         self.passes.again.remove(&at.run());
-        let (recording, takes, gives) = self.record(takes, Policy::Everything)?;
+        let (recording, takes, gives) = self.record(takes, Policy::Everything, false)?;
         let places = |vars: &[Var]| vars.iter().map(Place::from).collect();
         Ok((recording, places(&takes), places(&gives)))
     }

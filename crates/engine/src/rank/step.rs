@@ -16,7 +16,7 @@ use crate::state::lock;
 use std::collections::BTreeSet;
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
-use trainyard_model::Batch;
+use trainyard_model::{Batch, RoutingRecord};
 use trainyard_program::{Action, Extent, Instruction, Lane, Program, State};
 use trainyard_tensor::{DType, Device, Tensor};
 
@@ -45,6 +45,8 @@ pub struct StepOutcome {
     /// The drift between replicas before an outer step: the root mean square distance of their
     /// changes from the mean change, as a share of its length.
     pub drift: Option<f64>,
+    /// Where the tokens went, in a model with experts.
+    pub routing: Option<RoutingRecord>,
     /// The way its forwards and backwards were launched.
     pub launches: Launches,
     /// A message to the user about the launches, when they change.
@@ -378,6 +380,8 @@ impl Rank {
         let squares = over_stages(chunks, &links.pipeline)?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
         let losses = links.summed.all_gather_numbers(&losses)?;
+        let routing = self.routing_over_ranks(&links, &std::mem::take(&mut carried.passes.routing))?;
+        lock(&step.outcome).routing = routing;
         // Stages without the loss unit have zeros.
         let losses = sum_by_place(&links.pipeline.gather_lists(&losses)?);
         let amax = self.amax_over_ranks(&links)?;
@@ -414,6 +418,21 @@ impl Rank {
             update: core.updates.max(1),
         };
         Ok(())
+    }
+
+    /// Where the tokens of all ranks went; None without experts.
+    fn routing_over_ranks(&self, links: &ComputeLinks, own: &RoutingRecord) -> Result<Option<RoutingRecord>> {
+        let spec = self.model.spec().filter(|_| !self.device.is_meta());
+        let Some((experts, layers)) = spec.and_then(|spec| Some((spec.experts.as_ref()?.experts, spec.layers))) else {
+            return Ok(None);
+        };
+        let own = own.to_list(layers, experts);
+        let sum = |lists: Vec<f64>| sum_by_place(&lists.chunks(own.len()).map(<[f64]>::to_vec).collect::<Vec<_>>());
+        // Ranks of a tensor-parallel group have routed the same tokens. A stage has zeros for the
+        // layers of the others.
+        let of_data = sum(links.summed.all_gather_numbers(&own)?);
+        let all = sum(links.pipeline.all_gather_numbers(&of_data)?);
+        Ok(Some(RoutingRecord::from_list(&all, experts)))
     }
 
     /// The step's largest magnitudes, over all ranks, of the values that products round to 8 bits.

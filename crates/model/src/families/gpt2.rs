@@ -134,6 +134,7 @@ impl Definition for Gpt2 {
             mlp_bias: true,
             qk_norm: false,
             tie_embeddings: true,
+            experts: None,
             rope: None,
             local_rope: None,
             attention_scalar: None,

@@ -7,11 +7,14 @@
 //! [`FAMILIES`]. Most families differ from Llama in a few choices of [`Form`]; one with another
 //! kind of block returns it from [`Definition::block`]. `docs/families.md` has the steps.
 
+mod dots1;
 mod gemma3;
 mod gpt2;
 mod llama;
+mod mixtral;
 mod olmo2;
 mod phi3;
+mod qwen3_moe;
 
 use crate::gguf;
 use crate::hf::{ConfigError, Keys, Written};
@@ -39,9 +42,15 @@ pub const GEMMA3: Family = Family(&gemma3::Gemma3);
 pub const OLMO2: Family = Family(&olmo2::Olmo2);
 /// Phi-3 and Phi-4.
 pub const PHI3: Family = Family(&phi3::Phi3);
+/// Mixtral.
+pub const MIXTRAL: Family = Family(&mixtral::Mixtral);
+/// Qwen3-MoE.
+pub const QWEN3_MOE: Family = Family(&qwen3_moe::Qwen3Moe);
+/// The experts of DeepSeek-V3 behind plain attention.
+pub const DOTS1: Family = Family(&dots1::Dots1);
 
 /// Every family.
-pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3];
+pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, DOTS1];
 
 /// A family, by reference to its definition.
 #[derive(Clone, Copy)]
@@ -277,8 +286,9 @@ pub struct Row {
     /// How it is split over a tensor-parallel group.
     pub cut: Cut,
     /// The tensors of files that it is made of, one below the other; `{}` is the number of the
-    /// layer. One, or as many as the cut has parts ([`Cut::HeadRows`]: query, key, value;
-    /// [`Cut::GateUpRows`]: gate, up).
+    /// layer, `{e}` that of an expert. One, or as many as the cut has parts ([`Cut::HeadRows`]:
+    /// query, key, value; [`Cut::GateUpRows`] and its relatives: gate, up); for each expert where
+    /// the cut is of experts.
     pub files: &'static [&'static str],
     /// True if files hold it transposed: [in, out].
     pub transposed: bool,
@@ -303,7 +313,16 @@ impl Row {
     /// The tensors of files for a parameter of `rows` rows: their names and rows.
     fn sources(&self, spec: &ModelSpec, layer: usize, rows: usize) -> Vec<(String, usize)> {
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let experts = spec.experts.as_ref();
+        let each = |parts: usize, rows: usize| -> Vec<(String, usize)> {
+            let count = experts.map_or(0, |experts| experts.experts);
+            let of = |e: usize, file: usize| (self.file(file, layer).replace("{e}", &e.to_string()), rows);
+            (0..count).flat_map(|e| (0..parts).map(move |file| (e, file))).map(|(e, file)| of(e, file)).collect()
+        };
         let parts = match self.cut {
+            Cut::ExpertsUpRows => return each(2, experts.map_or(0, |experts| experts.ffn_dim)),
+            Cut::ExpertsDownColumns => return each(1, spec.dim),
+            Cut::SharedUpRows => vec![experts.map_or(0, |experts| experts.shared_ffn_dim); 2],
             Cut::HeadRows if self.files.len() == 3 => vec![q, kv, kv],
             Cut::GateUpRows if self.files.len() == 2 => vec![spec.ffn_dim; 2],
             _ => vec![rows],
@@ -430,6 +449,11 @@ impl<'a> Parameters<'a> {
         self.spec
     }
 
+    /// The number of the block.
+    pub fn layer(&self) -> usize {
+        self.layer
+    }
+
     /// The parameters that were added.
     pub fn finish(self) -> Vec<ParameterSpec> {
         self.slots.finish()
@@ -466,6 +490,7 @@ mod tests {
                 let parts = match row.cut {
                     Cut::HeadRows => [1, 3],
                     Cut::GateUpRows => [1, 2],
+                    Cut::ExpertsUpRows | Cut::SharedUpRows => [2, 2],
                     _ => [1, 1],
                 };
                 assert!(parts.contains(&row.files.len()), "{family} {row:?}");

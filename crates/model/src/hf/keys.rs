@@ -105,6 +105,19 @@ impl Keys {
         self.typed(key, "a positive whole number below 2^31", read)
     }
 
+    /// Takes a whole number, which may be 0.
+    pub fn whole_number(&mut self, key: &str) -> Result<Option<usize>> {
+        let read = |value: &Value| value.as_u64().filter(|n| *n < 1 << 31).map(|n| n as usize);
+        self.typed(key, "a whole number below 2^31", read)
+    }
+
+    /// Takes a list of whole numbers; empty if it is absent or null.
+    pub fn whole_numbers(&mut self, key: &str) -> Result<Vec<usize>> {
+        let number = |value: &Value| value.as_u64().map(|n| n as usize);
+        let read = |value: &Value| value.as_array()?.iter().map(number).collect();
+        Ok(self.typed(key, "a list of whole numbers", read)?.unwrap_or_default())
+    }
+
     /// Takes a size that has a default or must be there.
     pub fn size(&mut self, key: &'static str, default: Option<usize>) -> Result<usize> {
         self.optional_size(key)?.or(default).ok_or(ConfigError::Missing { key })

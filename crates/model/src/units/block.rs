@@ -1,6 +1,7 @@
 //! A transformer block (Vaswani et al. 2017): `x + attention(norm(x))`, then `x + mlp(norm(x))`. In
 //! some families a norm comes after each half, instead of the one before it or besides it.
 
+use super::experts::Experts;
 use super::norm::Norm;
 use crate::families::{Gains, MlpKind, NormPlaces, Parameters, QkNormKind};
 use crate::parameter::ParameterSpec;
@@ -36,9 +37,7 @@ pub struct Block {
     heads: HeadLayout,
     attention: AttentionSpec,
     out: Linear,
-    up: Linear,
     mlp: Mlp,
-    down: Linear,
     dropout: f32,
     split: Option<SplitBlock>,
 }
@@ -69,12 +68,24 @@ struct QkNorm {
     kind: QkNormKind,
 }
 
-#[derive(Clone, Copy, Debug)]
+/// The second half of a block.
+#[derive(Debug)]
 enum Mlp {
-    /// `up` gives [m, 2 f], gate first, and this applies to the gate.
-    Gated(Activation),
-    /// `up` gives [m, f] and applies this.
-    Plain(Activation),
+    /// An MLP.
+    Dense(Dense),
+    /// A mixture of experts.
+    Experts(Experts),
+}
+
+/// An MLP.
+#[derive(Clone, Copy, Debug)]
+struct Dense {
+    /// Gated, it gives [m, 2 f], gate first; plain, [m, f].
+    up: Linear,
+    kind: MlpKind,
+    /// Applies to the gate, or to all of a plain product.
+    activation: Activation,
+    down: Linear,
 }
 
 impl Block {
@@ -105,22 +116,24 @@ impl Block {
             weight: parameters.residual_matrix("attn.out.weight", [dim, q]),
             bias: parameters.bias(spec.o_bias, "attn.out.bias", dim),
         };
-        let down = Linear {
+        let experts = spec.experts_of(layer);
+        let down = experts.is_none().then(|| Linear {
             weight: parameters.residual_matrix("mlp.down.weight", [dim, ffn_dim]),
             bias: parameters.bias(spec.mlp_bias, "mlp.down.bias", dim),
-        };
+        });
         let norm2 = before.then(|| Norm::new(&mut parameters, "norm2"));
         let post_norm = ["post_norm1", "post_norm2"].map(|name| after.then(|| Norm::new(&mut parameters, name)));
-        let activation = activation(spec.activation);
-        let (mlp, rows) = match form.mlp {
-            MlpKind::Gated => (Mlp::Gated(activation), 2 * ffn_dim),
-            MlpKind::Plain => (Mlp::Plain(activation), ffn_dim),
-        };
         let attention = AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim);
         let scale = spec.attention_scalar.map_or(attention.scale, |scalar| scalar.sqrt().recip() as f32);
-        let up = Linear {
-            weight: parameters.matrix("mlp.up.weight", [rows, dim]),
-            bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows),
+        let mlp = match (experts, down) {
+            (Some(experts), _) => Mlp::Experts(Experts::new(&mut parameters, experts)),
+            (None, Some(down)) => {
+                let rows = if form.mlp == MlpKind::Gated { 2 * ffn_dim } else { ffn_dim };
+                let weight = parameters.matrix("mlp.up.weight", [rows, dim]);
+                let up = Linear { weight, bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows) };
+                Mlp::Dense(Dense { up, kind: form.mlp, activation: activation(spec.activation), down })
+            }
+            (None, None) => unreachable!("a block without experts has its MLP"),
         };
 
         Block {
@@ -135,9 +148,7 @@ impl Block {
             heads: HeadLayout { heads: spec.heads, kv_heads: spec.kv_heads, head_dim },
             attention: AttentionSpec { window: spec.window(layer), scale, ..attention },
             out,
-            up,
             mlp,
-            down,
             dropout: spec.dropout as f32,
             split: None,
         }
@@ -152,6 +163,9 @@ impl Block {
         self.heads = division.heads();
         let HeadLayout { heads, kv_heads, .. } = self.heads;
         self.attention = AttentionSpec { heads, kv_heads, ..self.attention };
+        if let Mlp::Experts(experts) = &mut self.mlp {
+            experts.split(place.ranks);
+        }
         Ok(self)
     }
 
@@ -208,47 +222,65 @@ impl Block {
         }
     }
 
-    /// The MLP over the normed input, before the product that ends it: [m, f].
-    fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
-        match self.mlp {
-            Mlp::Plain(activation) => self.up.forward(tape, &h, activation, None),
-            Mlp::Gated(activation) => {
-                let gate_up = self.up.forward(tape, &h, Activation::None, None)?;
-                drop(h);
-                Ok(tape.glu(&gate_up, activation)?)
-            }
-        }
-    }
-
     /// The norm before a half, 0 or 1.
     fn enter(&self, half: usize, tape: &mut Tape<'_>, x: &Var) -> Result<Var> {
         self.norm[half].as_ref().map_or_else(|| Ok(x.clone()), |norm| norm.forward(tape, x))
     }
 
     /// The second half of the block on whole products: `x + mlp(norm(x))`.
-    fn end(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, x: &Var) -> Result<Var> {
+    fn end(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, x: &Var) -> Result<Var> {
         let h = self.enter(1, tape, x)?;
-        let h = self.widen(tape, h)?;
-        self.rejoin(1, tape, cx, &h, x)
+        match &self.mlp {
+            Mlp::Dense(dense) => {
+                let h = dense.widen(tape, h)?;
+                self.rejoin(1, dense.down, tape, cx, &h, x)
+            }
+            Mlp::Experts(experts) if self.joins_at_once(1, cx) => experts.forward(tape, cx, &h, Some(x)),
+            Mlp::Experts(experts) => {
+                let y = experts.forward(tape, cx, &h, None)?;
+                drop(h);
+                self.join(1, tape, cx, y, x)
+            }
+        }
     }
 
-    /// The product that ends a half.
-    fn last(&self, half: usize) -> Linear {
-        [self.out, self.down][half]
+    /// The bias of the product that ends a half, where it has one.
+    fn bias(&self, half: usize) -> Option<ParamId> {
+        match &self.mlp {
+            _ if half == 0 => self.out.bias,
+            Mlp::Dense(dense) => dense.down.bias,
+            Mlp::Experts(_) => None,
+        }
+    }
+
+    /// True if nothing comes between the end of a half and the sum with the residual stream.
+    fn joins_at_once(&self, half: usize, cx: &Forward<'_>) -> bool {
+        (self.dropout == 0.0 || !cx.training) && self.post_norm[half].is_none()
     }
 
     /// `x + dropout(norm(linear(h)))`, of the linear layer and the norm that end a half.
-    fn rejoin(&self, half: usize, tape: &mut Tape<'_>, cx: &Forward<'_>, h: &Var, x: &Var) -> Result<Var> {
-        let linear = self.last(half);
-        let drops = self.dropout != 0.0 && cx.training;
-        if !drops && self.post_norm[half].is_none() {
+    fn rejoin(
+        &self,
+        half: usize,
+        linear: Linear,
+        tape: &mut Tape<'_>,
+        cx: &Forward<'_>,
+        h: &Var,
+        x: &Var,
+    ) -> Result<Var> {
+        if self.joins_at_once(half, cx) {
             return linear.forward(tape, h, Activation::None, Some(x));
         }
-        let mut y = linear.forward(tape, h, Activation::None, None)?;
+        let y = linear.forward(tape, h, Activation::None, None)?;
+        self.join(half, tape, cx, y, x)
+    }
+
+    /// `x + dropout(norm(y))`
+    fn join(&self, half: usize, tape: &mut Tape<'_>, cx: &Forward<'_>, mut y: Var, x: &Var) -> Result<Var> {
         if let Some(norm) = &self.post_norm[half] {
             y = norm.forward(tape, &y)?;
         }
-        if drops {
+        if self.dropout != 0.0 && cx.training {
             y = self.drop(tape, cx, &y, 0..cx.batch.len())?;
         }
         Ok(tape.add(x, &y)?)
@@ -265,7 +297,7 @@ impl Block {
     /// `x + dropout(norm(y + bias))`, where y is the sum of all ranks' products.
     fn rejoin_sum(&self, half: usize, tape: &mut Tape<'_>, cx: &Forward<'_>, y: &Var, x: &Var) -> Result<Var> {
         let mut y = y.clone();
-        if let Some(bias) = self.last(half).bias {
+        if let Some(bias) = self.bias(half) {
             y = tape.add_bias(&y, bias)?;
         }
         if let Some(norm) = &self.post_norm[half] {
@@ -406,6 +438,20 @@ const PARTS_OF_TENSOR: &[Part] = &[Part::Norm, Part::Attention, Part::Rejoin, Pa
 const PARTS_OF_CONTEXT: &[Part] = &[Part::NormAndProject, Part::AttendAndEnd];
 const PARTS_OF_BOTH: &[Part] = &[Part::Norm, Part::Project, Part::Attend, Part::Rejoin, Part::Mlp, Part::Output];
 
+impl Dense {
+    /// The MLP over the normed input, before the product that ends it: [m, f].
+    fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
+        match self.kind {
+            MlpKind::Plain => self.up.forward(tape, &h, self.activation, None),
+            MlpKind::Gated => {
+                let gate_up = self.up.forward(tape, &h, Activation::None, None)?;
+                drop(h);
+                Ok(tape.glu(&gate_up, self.activation)?)
+            }
+        }
+    }
+}
+
 impl Linear {
     fn forward(&self, tape: &mut Tape<'_>, x: &Var, activation: Activation, residual: Option<&Var>) -> Result<Var> {
         Ok(tape.linear(x, self.weight, LinearOptions { bias: self.bias, activation, residual })?)
@@ -457,7 +503,7 @@ impl Unit for Block {
             }
             (Part::AttendAndEnd, [x, q, kv]) => {
                 let h = self.attend_to(tape, cx, q, kv)?;
-                let x = self.rejoin(0, tape, cx, &h, x)?;
+                let x = self.rejoin(0, self.out, tape, cx, &h, x)?;
                 drop(h);
                 Ok(vec![self.end(tape, cx, &x)?])
             }
@@ -467,8 +513,14 @@ impl Unit for Block {
                 Ok(vec![x, h])
             }
             (Part::Mlp, [h]) => {
-                let wide = self.widen(tape, h.clone())?;
-                Ok(vec![self.down.product(tape, &wide)?])
+                let y = match &self.mlp {
+                    Mlp::Dense(dense) => {
+                        let wide = dense.widen(tape, h.clone())?;
+                        dense.down.product(tape, &wide)?
+                    }
+                    Mlp::Experts(experts) => experts.forward(tape, cx, h, None)?,
+                };
+                Ok(vec![y])
             }
             (Part::Output, [x, sum]) => Ok(vec![self.rejoin_sum(1, tape, cx, sum, x)?]),
             _ => Err(unknown()),
@@ -483,7 +535,7 @@ impl Unit for Block {
         let x = {
             let h = self.enter(0, tape, x)?;
             let h = self.attend(tape, cx, h)?;
-            self.rejoin(0, tape, cx, &h, x)?
+            self.rejoin(0, self.out, tape, cx, &h, x)?
         };
         self.end(tape, cx, &x)
     }

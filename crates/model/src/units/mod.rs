@@ -6,6 +6,7 @@
 
 mod block;
 mod embedding;
+mod experts;
 mod head;
 mod norm;
 

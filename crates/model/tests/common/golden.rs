@@ -2,6 +2,7 @@
 
 use super::*;
 use safetensors::SafeTensors;
+use trainyard_model::{ParameterKind, ParameterSpec};
 
 /// The bar of the project.
 const TOLERANCE: f64 = 1e-4;
@@ -30,7 +31,9 @@ fn read_golden(name: &str) -> Golden {
 /// The gradient of a parameter, split into the tensors that files have.
 fn by_hf_name(model: &Model, gradients: &BTreeMap<ParamId, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
     let mut named = BTreeMap::new();
-    for (id, parameter) in model.parameters() {
+    // What balances experts has no gradient.
+    let differentiable = |parameter: &&ParameterSpec| parameter.kind != ParameterKind::Balance;
+    for (id, parameter) in model.parameters().filter(|(_, parameter)| differentiable(parameter)) {
         let width = parameter.row_elements();
         for source in &parameter.sources {
             let values = &gradients[&id][source.rows.start * width..source.rows.end * width];

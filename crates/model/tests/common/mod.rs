@@ -15,7 +15,7 @@ use trainyard_tensor::{DType, Device, Purpose};
 pub const KEY: RandomKey = RandomKey { seed: 11, step: 3, site: 5 };
 
 /// Every golden model.
-pub const GOLDENS: [&str; 11] = [
+pub const GOLDENS: [&str; 15] = [
     "gpt2",
     "llama",
     "llama3_rope",
@@ -27,7 +27,14 @@ pub const GOLDENS: [&str; 11] = [
     "olmo2",
     "olmo2_all_heads",
     "phi3",
+    "mixtral",
+    "mixtral_balanced",
+    "qwen3_moe",
+    "dots1",
 ];
+
+/// Those with experts. In 16 bits a token may go to another expert than in f32.
+pub const MIXTURES: [&str; 4] = ["mixtral", "mixtral_balanced", "qwen3_moe", "dots1"];
 
 pub fn golden(name: &str) -> PathBuf {
     // The folder in which cargo runs the test. The compiled sources may have moved.

@@ -1,0 +1,93 @@
+//! A record of where the tokens of a step went: for each mixture of experts the choices of each
+//! expert, the choices that were dropped, and the balance losses.
+
+use crate::Result;
+use std::collections::BTreeMap;
+use trainyard_tensor::Tensor;
+use trainyard_tensor::ops::experts::{Router, Routes, balance_losses};
+
+/// What a step's forwards have recorded, by layer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RoutingRecord {
+    layers: BTreeMap<usize, LayerRouting>,
+}
+
+/// The record of one layer. All are sums over micro-batches.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LayerRouting {
+    /// The choices of each expert, dropped ones included.
+    pub counts: Vec<f64>,
+    /// The choices that were dropped.
+    pub dropped: f64,
+    /// Tokens that were routed.
+    pub tokens: f64,
+    /// Each token's part of the auxiliary loss, without its factor; 0 where the loss has none.
+    pub auxiliary: f64,
+    /// The same of the router's z-loss.
+    pub z: f64,
+}
+
+impl RoutingRecord {
+    /// Adds the routes of a micro-batch. `losses`: whether balance losses are computed. A device
+    /// without data records nothing.
+    pub(crate) fn add(
+        &mut self,
+        layer: usize,
+        router: &Router,
+        logits: &Tensor,
+        routes: &Routes,
+        losses: bool,
+    ) -> Result<()> {
+        if logits.device().is_meta() {
+            return Ok(());
+        }
+        let counts = routes.counts.data::<i32>()?;
+        let record = self.layers.entry(layer).or_default();
+        record.counts.resize(counts.len(), 0.0);
+        record.counts.iter_mut().zip(counts).for_each(|(sum, count)| *sum += f64::from(*count));
+        let kept = routes.bounds.data::<i32>()?.last().copied().unwrap_or(0);
+        let tokens = logits.rows() as f64;
+        record.dropped += (logits.rows() * router.top_k) as f64 - f64::from(kept);
+        record.tokens += tokens;
+        if losses {
+            let losses = balance_losses(router, logits.data()?, counts);
+            record.auxiliary += tokens * f64::from(losses.auxiliary);
+            record.z += tokens * f64::from(losses.z);
+        }
+        Ok(())
+    }
+
+    /// True if no layer has a record.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// The records by layer.
+    pub fn layers(&self) -> impl Iterator<Item = (usize, &LayerRouting)> {
+        self.layers.iter().map(|(layer, record)| (*layer, record))
+    }
+
+    /// As a list of numbers for `layers` layers of `experts` experts: zeros for layers without a
+    /// record. Lists of several ranks may be summed.
+    pub fn to_list(&self, layers: usize, experts: usize) -> Vec<f64> {
+        let width = experts + 4;
+        let mut list = vec![0.0; layers * width];
+        for (layer, record) in self.layers.iter().filter(|(layer, _)| **layer < layers) {
+            let list = &mut list[layer * width..(layer + 1) * width];
+            list[..record.counts.len()].copy_from_slice(&record.counts);
+            list[experts..].copy_from_slice(&[record.dropped, record.tokens, record.auxiliary, record.z]);
+        }
+        list
+    }
+
+    /// The record of a list of [`RoutingRecord::to_list`].
+    pub fn from_list(list: &[f64], experts: usize) -> RoutingRecord {
+        let layer = |(layer, list): (usize, &[f64])| {
+            let (counts, rest) = list.split_at(experts);
+            let [dropped, tokens, auxiliary, z] = *rest else { unreachable!("four numbers follow the counts") };
+            (layer, LayerRouting { counts: counts.to_vec(), dropped, tokens, auxiliary, z })
+        };
+        let layers = list.chunks_exact(experts + 4).enumerate().map(layer);
+        RoutingRecord { layers: layers.filter(|(_, layer)| layer.tokens > 0.0).collect() }
+    }
+}
