@@ -197,6 +197,73 @@ fn zero_stages_change_no_bit_of_parts() {
     sweep(&bases, &["parallel.zero_stage=2", "parallel.zero_stage=1", "parallel.zero_stage=3"], 7);
 }
 
+/// Mixtures: Mixtral's with an auxiliary loss and a capacity, and one with shared experts, an MLP in
+/// the first layer and a bias that balances.
+const MIXTURES: [&str; 2] = [
+    "model.family='mixtral' experts.count=4 experts.auxiliary_loss=0.05 experts.z_loss=0.01 experts.capacity_factor=1.25",
+    "model.family='dots1' experts.count=6 experts.top_k=2 experts.dense_layers=1 experts.bias_update_rate=0.01 \
+     precision.compute='f32'",
+];
+
+#[test]
+fn shards_stages_offload_and_checkpointing_change_no_bit_of_mixtures() {
+    for mixture in MIXTURES {
+        let four = format!("{mixture} parallel.ranks=4 training.micro_batch_size=1");
+        same_bits(
+            &format!("{four} parallel.zero_stage=0"),
+            [
+                "parallel.zero_stage=1",
+                "parallel.zero_stage=3 activation_checkpointing.mode='full'",
+                "parallel.zero_stage=2 activation_checkpointing.mode='selective'",
+                "parallel.data_parallel_replicate_degree=2 parallel.zero_stage=3 memory.offload.activations='disk'",
+            ],
+        );
+        same_bits(
+            &format!("{mixture} training.micro_batch_size=1 model.layers=4"),
+            [
+                "parallel.pipeline_parallel_degree=2 parallel.pipeline_schedule='zero_bubble'",
+                "memory.offload.optimizer='disk' memory.offload.parameters='disk'",
+            ],
+        );
+    }
+}
+
+/// Where tokens went is counted once on each rank, whatever runs again.
+#[test]
+fn ranks_agree_on_the_balance_of_experts_and_its_bias_moves_against_it() {
+    let routed = |text: &str| {
+        let ends = ends(&format!("{} parallel.ranks=2 training.micro_batch_size=2 {text}", MIXTURES[1]), STEPS);
+        let records: Vec<_> = ends[0].outcomes.iter().map(|outcome| outcome.routing.clone().unwrap()).collect();
+        ends.iter().for_each(|end| {
+            let own = end.outcomes.iter().map(|outcome| outcome.routing.clone().unwrap());
+            assert!(own.eq(records.iter().cloned()), "{text}: ranks differ");
+        });
+        (records, ends)
+    };
+    let (plain, ends) = routed("");
+    for record in &plain {
+        let layers: Vec<_> = record.layers().collect();
+        let [(1, layer)] = layers[..] else { panic!("experts are in layer 1: {layers:?}") };
+        // Eight rows of eight tokens, two choices each.
+        assert_eq!((layer.counts.iter().sum::<f64>(), layer.tokens, layer.dropped), (128.0, 64.0, 0.0));
+    }
+    assert_eq!(routed("activation_checkpointing.mode='full'").0, plain);
+    assert_eq!(routed("parallel.zero_stage=3").0, plain);
+    let spec = shape::model_spec(&resolved(&sets(MIXTURES[1]).iter().map(String::as_str).collect::<Vec<_>>())).unwrap();
+    let model = trainyard_model::Model::new(spec).unwrap();
+    let bias = model.parameters().position(|(_, parameter)| parameter.name == "mlp.router.bias").unwrap();
+    let bias: Vec<f32> = weights(&ends)[bias].iter().map(|bits| f32::from_bits(*bits)).collect();
+    let mut want = vec![0.0f32; 6];
+    for record in &plain {
+        let (_, layer) = record.layers().next().unwrap();
+        let mean = layer.counts.iter().sum::<f64>() / 6.0;
+        for (want, count) in want.iter_mut().zip(&layer.counts) {
+            *want -= if *count == mean { 0.0 } else { 0.01 * (count - mean).signum() as f32 };
+        }
+    }
+    assert_eq!(bias, want);
+}
+
 /// In ZeRO stage 1 a rank's sum has all elements, but only those of its own shard are reduced.
 /// Parts of a tensor-parallel group whose shards end at different elements sum shared gradients.
 #[test]

@@ -126,3 +126,20 @@ fn a_gpt_2_split_over_ranks_trains_as_on_one() {
         ],
     );
 }
+
+/// Experts' columns are divided like those of an MLP, and each rank routes all tokens.
+#[test]
+fn mixtures_split_over_ranks_train_as_on_one() {
+    for mixture in [
+        "precision.compute='f32' model.family='mixtral' experts.count=4 experts.auxiliary_loss=0.05 experts.z_loss=0.01",
+        "precision.compute='f32' model.family='dots1' experts.count=6 experts.dense_layers=1",
+    ] {
+        agree(
+            mixture,
+            &[
+                "parallel.tensor_parallel_degree=2 parallel.sequence_parallel=false",
+                "parallel.tensor_parallel_degree=4 activation_checkpointing.mode='selective'",
+            ],
+        );
+    }
+}

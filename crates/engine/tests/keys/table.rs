@@ -61,6 +61,7 @@ const fn row(key: &'static str, context: &'static [&'static str], sets: &'static
 const GPT2: &[&str] = &["model.family=gpt2"];
 const NO_SHAPE: &[&str] =
     &["model.path={F}/hf", "model.dim=auto", "model.layers=auto", "model.heads=auto", "tokenizer.kind=auto"];
+const MIXTURE: &[&str] = &["model.family=mixtral"];
 const LINEAR: &[&str] = &["model.rope_scaling=linear", "model.rope_factor=2"];
 const LLAMA3: &[&str] = &[
     "model.rope_scaling=llama3",
@@ -152,6 +153,18 @@ pub const ROWS: &[Row] = &[
     row("fine_tuning.from", LORA, &["fine_tuning.from={F}/hf"], Refused("adapter_config.json")),
     row("fine_tuning.freeze", &[], &["fine_tuning.freeze=['block.*']"], Memory),
     row("fine_tuning.train", FROZEN, &["fine_tuning.train=['*.norm1.weight']"], Memory),
+    row("experts.count", MIXTURE, &["experts.count=4"], Model),
+    row("experts.top_k", MIXTURE, &["experts.top_k=1"], Losses),
+    row("experts.ffn_dim", MIXTURE, &["experts.ffn_dim=48"], Model),
+    row("experts.shared_ffn_dim", MIXTURE, &["experts.shared_ffn_dim=48"], Model),
+    row("experts.gate", MIXTURE, &["experts.gate=sigmoid"], Losses),
+    row("experts.normalise", MIXTURE, &["experts.normalise=false"], Losses),
+    row("experts.scale", MIXTURE, &["experts.scale=2"], Losses),
+    row("experts.dense_layers", MIXTURE, &["experts.dense_layers=1"], Model),
+    row("experts.auxiliary_loss", MIXTURE, &["experts.auxiliary_loss=0.5"], Losses),
+    row("experts.z_loss", MIXTURE, &["experts.z_loss=0.5"], Losses),
+    row("experts.bias_update_rate", MIXTURE, &["experts.bias_update_rate=0.1"], Losses),
+    row("experts.capacity_factor", MIXTURE, &["experts.capacity_factor=0.5"], Losses),
     row("tokenizer.path", &[], &["tokenizer.path={F}/tok.json", "tokenizer.kind=auto"], Tokenizer),
     row("tokenizer.kind", &[], &["tokenizer.kind=characters"], Tokenizer),
     row("tokenizer.add_bos", FILE, &["tokenizer.add_bos=true"], Refused("has no beginning-of-text token")),
