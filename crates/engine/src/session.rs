@@ -203,6 +203,7 @@ impl Session {
             )));
         }
         let spec = model_spec(&resolved)?;
+        shape::check_device(&resolved, &spec)?;
         crate::shape::model_notes(&resolved, &spec).iter().for_each(|line| note(line));
         if corpora.tokenizer.vocab_size() > spec.vocab_size {
             return Err(does_not_fit(format!(

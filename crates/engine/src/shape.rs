@@ -1,10 +1,10 @@
 //! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
-    Activation as ConfigActivation, AdapterMethod, CheckpointMode, Compute, Config, CudaGraphs, ExpertsSection,
-    FP8_AMAX_HISTORY, Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel,
-    PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard,
-    Resolved, RopeScaling as ConfigScaling, Section,
+    Activation as ConfigActivation, AdapterMethod, CheckpointMode, CompressionCodec, Compute, Config, CudaGraphs,
+    DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier,
+    OptimizerName, Parallel, PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule,
+    Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling, Section,
 };
 use crate::fp8::{Fp8Settings, check_sizes, layers};
 use crate::precision::LossScaler;
@@ -16,8 +16,8 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::families::Sizes;
 use trainyard_model::{
-    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, Model, ModelError, ModelSpec, RopeScaling, RopeSpec,
-    Segment, TensorSplit, Tuning, Unit, Value, hf,
+    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, ExpertsSpec, Model, ModelError, ModelSpec, RopeScaling,
+    RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
     Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
@@ -29,10 +29,10 @@ use trainyard_tensor::DType;
 /// The model of a resolved configuration.
 pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
     let spec = unchecked_spec(resolved)?;
+    if let Some(experts) = &spec.experts {
+        check_experts(resolved, experts)?;
+    }
     if fp8(resolved).is_some() {
-        if spec.experts.is_some() {
-            return Err(does_not_fit("precision.fp8: products of experts have no 8-bit form; set it to off"));
-        }
         let rows = resolved.batch.micro * resolved.sequence_length / resolved.parallel.context;
         check_sizes(&[
             ("model.dim", spec.dim),
@@ -44,6 +44,34 @@ pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
         check_parts(resolved, &spec)?;
     }
     Ok(spec)
+}
+
+/// Checks that nothing is asked for that mixtures of experts do not have.
+fn check_experts(resolved: &Resolved, experts: &ExpertsSpec) -> Result<()> {
+    if fp8(resolved).is_some() {
+        return Err(does_not_fit("precision.fp8: products of experts have no 8-bit form; set it to \"off\""));
+    }
+    // Beside the gradients of its block, what moves the bias is too small for a codec of blocks.
+    let codec = resolved.config.compression.gradients;
+    let kept = matches!(codec, CompressionCodec::None | CompressionCodec::Bf16);
+    if experts.bias_update_rate > 0.0 && !kept {
+        return Err(does_not_fit(format!(
+            "compression.gradients = \"{codec}\" loses what moves the bias of experts: set experts.bias_update_rate to 0 and \
+             experts.auxiliary_loss to 0.01, or compression.gradients to \"bf16\" or \"none\""
+        )));
+    }
+    Ok(())
+}
+
+/// Checks that the device has the operations of a model.
+pub fn check_device(resolved: &Resolved, spec: &ModelSpec) -> Result<()> {
+    if spec.experts.is_some() && matches!(resolved.config.compute.device, DeviceKind::Cuda(_)) {
+        return Err(does_not_fit(
+            "compute.device = \"cuda\" has no kernels for mixtures of experts: set compute.device to \"cpu\", or train a \
+             family without experts",
+        ));
+    }
+    Ok(())
 }
 
 /// Checks that the parts of products that ranks have can be computed in 8 bits. All blocks are

@@ -400,6 +400,34 @@ fn parts_that_eight_bits_cannot_multiply_are_refused() {
 }
 
 #[test]
+fn what_mixtures_do_not_have_is_refused() {
+    let dots1 = "model.family='dots1' parallel.ranks=2";
+    for (text, word) in [
+        ("model.family='mixtral' precision.fp8='hybrid'", "precision.fp8"),
+        ("model.family='dots1' parallel.ranks=2 compression.gradients='int8'", "experts.bias_update_rate"),
+    ] {
+        let error = shape::model_spec(&resolve(&sets(text)).unwrap()).unwrap_err().to_string();
+        assert!(error.contains(word), "{text}: {error}");
+    }
+    for kept in ["compression.gradients='bf16'", "compression.gradients='int8' experts.bias_update_rate=0"] {
+        shape::model_spec(&resolve(&sets(&format!("{dots1} {kept}"))).unwrap()).unwrap();
+    }
+    let resolved = resolve(&sets("model.family='mixtral' compute.device='cuda'")).unwrap();
+    let error = shape::check_device(&resolved, &shape::model_spec(&resolved).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("compute.device"), "{error}");
+    for (text, word) in [
+        ("experts.count=4", "no experts"),
+        ("model.family='mixtral' experts.count=4 experts.top_k=5", "only 4 experts"),
+        ("model.family='mixtral' experts.dense_layers=9", "there are only"),
+        ("model.family='mixtral' experts.capacity_factor=0", "experts.capacity_factor"),
+        ("model.family='mixtral' parallel.expert_parallel_degree=2", "expert_parallel_degree"),
+    ] {
+        let error = resolve(&sets(text)).expect_err(text).to_string();
+        assert!(error.contains(word), "{text}: {error}");
+    }
+}
+
+#[test]
 fn a_table_that_is_wrong_or_for_another_layout_is_refused_with_its_place() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("table.csv");

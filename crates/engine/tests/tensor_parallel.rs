@@ -142,4 +142,9 @@ fn mixtures_split_over_ranks_train_as_on_one() {
             ],
         );
     }
+    // Each rank routes its rows. Without a loss that balances, that changes no choice.
+    agree(
+        "precision.compute='f32' model.family='dots1' experts.count=6",
+        &["parallel.context_parallel_degree=2", "parallel.context_parallel_degree=2 parallel.tensor_parallel_degree=2"],
+    );
 }

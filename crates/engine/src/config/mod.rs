@@ -31,6 +31,7 @@ mod resolve_parallel;
 mod resolve_update;
 mod section;
 mod sections;
+mod sections_experts;
 mod sections_fine_tuning;
 mod sections_parallel;
 #[cfg(test)]
@@ -50,6 +51,7 @@ pub use resolve_parallel::Parallel;
 pub use resolve_update::Apart;
 pub use section::{Key, Section};
 pub use sections::*;
+pub use sections_experts::*;
 pub use sections_fine_tuning::*;
 pub use sections_parallel::*;
 pub use value::{ByteSize, ConfigValue, Cuts, Names, Override, Overrides, Reshard, Source, Sources};

@@ -3,6 +3,7 @@
 use super::presets::activation;
 use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::sections::*;
+use super::sections_experts::*;
 use super::{Config, ConfigError, Origin, Section};
 use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
 use trainyard_model::{ExpertsSpec, Family, Gate, ModelSpec};
