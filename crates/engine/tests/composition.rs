@@ -400,6 +400,19 @@ fn parts_that_eight_bits_cannot_multiply_are_refused() {
 }
 
 #[test]
+fn experts_are_as_wide_as_a_part_of_the_mlp() {
+    for (text, width) in [
+        ("model.family='mixtral' model.ffn_dim=48", 48),
+        ("model.family='qwen3_moe' model.ffn_dim=48", 24),
+        ("model.family='dots1' model.ffn_dim=48", 12),
+        ("model.family='dots1' model.ffn_dim=48 experts.ffn_dim=40", 40),
+    ] {
+        let spec = shape::model_spec(&resolve(&sets(text)).unwrap()).unwrap();
+        assert_eq!(spec.experts.map(|experts| experts.ffn_dim), Some(width), "{text}");
+    }
+}
+
+#[test]
 fn what_mixtures_do_not_have_is_refused() {
     let dots1 = "model.family='dots1' parallel.ranks=2";
     for (text, word) in [

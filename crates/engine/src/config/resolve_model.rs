@@ -190,12 +190,12 @@ impl Resolver {
             activation: self.settle("model.activation", &m.activation, activation, as_usual),
             dropout: m.dropout,
             init_std,
-            experts: self.experts(family, &ModelSpec { ffn_dim, ..family.usual(&sizes) }),
+            experts: self.experts(family, &family.usual(&sizes), ffn_dim),
         }
     }
 
-    /// The experts of a shape; `usual` has the family's.
-    fn experts(&mut self, family: Family, usual: &ModelSpec) -> Option<ExpertsSpec> {
+    /// The experts of a shape whose MLPs are `ffn_dim` wide; `usual` has the family's.
+    fn experts(&mut self, family: Family, usual: &ModelSpec, ffn_dim: usize) -> Option<ExpertsSpec> {
         let e = self.config.experts.clone();
         let Some(usual_experts) = &usual.experts else {
             let because = format!("family {family} has no experts; mixtral, qwen3_moe and dots1 have them");
@@ -214,7 +214,8 @@ impl Resolver {
         };
         let experts = size("count", &e.count, usual_experts.experts, 1);
         let top_k = size("top_k", &e.top_k, usual_experts.top_k.min(experts), 1);
-        let ffn_dim = size("ffn_dim", &e.ffn_dim, usual_experts.ffn_dim, 1);
+        let parts = usual.ffn_dim.div_ceil(usual_experts.ffn_dim);
+        let ffn_dim = size("ffn_dim", &e.ffn_dim, (ffn_dim / parts).max(1), 1);
         let shared = if usual_experts.shared_ffn_dim > 0 { ffn_dim } else { 0 };
         let shared_ffn_dim = size("shared_ffn_dim", &e.shared_ffn_dim, shared, 0);
         let dense_layers = size("dense_layers", &e.dense_layers, 0, 0);
