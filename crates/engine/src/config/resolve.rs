@@ -3,6 +3,7 @@
 
 use super::error::Problems;
 use super::mistaken::{hub_dataset, hub_model};
+use super::resolve_model::ModelShape;
 use super::sections::*;
 use super::value::ConfigValue;
 use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
@@ -108,36 +109,6 @@ pub enum ModelSource {
         /// True if training starts from its weights.
         load_weights: bool,
     },
-}
-
-/// A model's shape. It is complete except for the vocabulary, which is unknown until there is a
-/// tokenizer.
-#[derive(Clone, PartialEq, Debug, Serialize)]
-#[allow(missing_docs, reason = "each field is a key of [model] and documented there")]
-pub struct ModelShape {
-    pub family: trainyard_model::Family,
-    pub dim: usize,
-    pub layers: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    pub ffn_dim: usize,
-    pub vocab_size: Option<usize>,
-    pub max_sequence_length: usize,
-    pub norm_eps: f64,
-    /// `None` for learned positions.
-    pub rope: Option<Rope>,
-    pub tie_embeddings: bool,
-    pub qkv_bias: bool,
-    pub output_bias: bool,
-    pub mlp_bias: bool,
-    pub qk_norm: bool,
-    pub sliding_window: Option<usize>,
-    pub activation: Activation,
-    pub dropout: f64,
-    pub init_std: f64,
-    /// Experts in the place of MLPs.
-    pub experts: Option<trainyard_model::ExpertsSpec>,
 }
 
 /// Rotary positions: base and scaling. `factor` and the fields after it are read only by the

@@ -1,10 +1,11 @@
 //! Resolves `[model]` and `[optimizer]`, the two sections whose keys depend most on each other.
 
 use super::presets::activation;
-use super::resolve::{Inputs, ModelShape, ModelSource, OptimizerSettings, Resolver, Rope};
+use super::resolve::{Inputs, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::sections::*;
 use super::sections_experts::*;
 use super::{Config, ConfigError, Origin, Section};
+use serde::Serialize;
 use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
 use trainyard_model::{ExpertsSpec, Family, Gate, ModelSpec};
 
@@ -16,6 +17,35 @@ const BALANCE: [&str; 4] = ["auxiliary_loss", "z_loss", "bias_update_rate", "cap
 
 /// Upper limit for the rows of the embedding: more than any tokenizer has tokens.
 const VOCABULARY_MAX: u64 = 1 << 24;
+
+/// A model's shape. It is complete except for the vocabulary, which is unknown until there is a
+/// tokenizer.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+#[allow(missing_docs, reason = "each field is a key of [model] and documented there")]
+pub struct ModelShape {
+    pub family: Family,
+    pub dim: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub ffn_dim: usize,
+    pub vocab_size: Option<usize>,
+    pub max_sequence_length: usize,
+    pub norm_eps: f64,
+    /// `None` for learned positions.
+    pub rope: Option<Rope>,
+    pub tie_embeddings: bool,
+    pub qkv_bias: bool,
+    pub output_bias: bool,
+    pub mlp_bias: bool,
+    pub qk_norm: bool,
+    pub sliding_window: Option<usize>,
+    pub activation: Activation,
+    pub dropout: f64,
+    pub init_std: f64,
+    pub experts: Option<ExpertsSpec>,
+}
 
 impl Resolver {
     pub(super) fn model(&mut self, inputs: &Inputs) -> ModelSource {
