@@ -92,6 +92,14 @@ impl Resolver {
         let (schedule, chunks) = self.pipeline(&section, pipeline);
         self.cuts(&section, pipeline, schedule, chunks, inputs);
         let (context, balanced) = self.context(&section);
+        let experts = section.expert_parallel_degree;
+        if experts != 1 {
+            let message = format!(
+                "parallel.expert_parallel_degree = {experts} does not run yet, though `trainyard plan` prices it: leave it at 1, and \
+                 let parallel.tensor_parallel_degree or parallel.zero_stage divide the experts"
+            );
+            self.problem("parallel.expert_parallel_degree", message);
+        }
         let (tensor, sequence) = self.tensor(&section);
         let (replicate, shard) = self.degrees(&section, [pipeline, context, tensor], inputs);
         let (stage, because) = match shard {

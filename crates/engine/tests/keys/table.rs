@@ -324,6 +324,7 @@ pub const ROWS: &[Row] = &[
         &["parallel.sequence_parallel=false"],
         Program,
     ),
+    row("parallel.expert_parallel_degree", TWO, &["parallel.expert_parallel_degree=2"], Refused("does not run yet")),
     row("parallel.context_parallel_degree", TWO, &["parallel.context_parallel_degree=2"], Program),
     row(
         "parallel.context_parallel_load_balance",
