@@ -197,8 +197,8 @@ fn zero_stages_change_no_bit_of_parts() {
     sweep(&bases, &["parallel.zero_stage=2", "parallel.zero_stage=1", "parallel.zero_stage=3"], 7);
 }
 
-/// Mixtures: Mixtral's with an auxiliary loss and a capacity, and one with shared experts, an MLP in
-/// the first layer and a bias that balances.
+/// Mixtures: Mixtral's with an auxiliary loss and a capacity, and one with shared experts, an MLP
+/// in the first layer and a bias that balances.
 const MIXTURES: [&str; 2] = [
     "model.family='mixtral' experts.count=4 experts.auxiliary_loss=0.05 experts.z_loss=0.01 experts.capacity_factor=1.25",
     "model.family='dots1' experts.count=6 experts.top_k=2 experts.dense_layers=1 experts.bias_update_rate=0.01 \

@@ -21,9 +21,9 @@ pub enum ParameterKind {
     Norm,
     /// An addend. It does not decay.
     Bias,
-    /// What balances experts: an addend of their scores that moves by a fixed step against the
-    /// sign of its gradient, in the place of which stands by how many choices each expert is ahead
-    /// (Wang et al. 2024). It does not decay.
+    /// A bias that balances experts: an addend of their scores. It moves by a fixed step against
+    /// the excess of choices of each expert, which stands in the place of its gradient (Wang et al.
+    /// 2024). It does not decay.
     Balance,
 }
 

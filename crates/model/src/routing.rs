@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use trainyard_tensor::Tensor;
 use trainyard_tensor::ops::experts::{Router, Routes, balance_losses};
 
-/// What a step's forwards have recorded, by layer.
+/// The record of a step's forwards, by layer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RoutingRecord {
     layers: BTreeMap<usize, LayerRouting>,

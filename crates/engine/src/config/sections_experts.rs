@@ -23,8 +23,8 @@ section! {
         /// Experts that each token goes to. Unset: 2; 3 for dots1.
         #[elsewhere("num_experts_per_tok", "moe_router_topk", "experts_per_token")]
         top_k: Option<usize> = None;
-        /// Inner width of an expert. Unset: `model.ffn_dim` for mixtral, half of it for qwen3_moe, a
-        /// quarter for dots1.
+        /// Inner width of an expert. Unset: `model.ffn_dim` for mixtral, half of it for qwen3_moe,
+        /// a quarter for dots1.
         #[elsewhere("moe_intermediate_size", "moe_ffn_hidden_size", "moe_inter_dim")]
         ffn_dim: Option<usize> = None;
         /// Inner width of the shared experts together, which see every token; 0 for none. Unset:
@@ -43,8 +43,8 @@ section! {
         /// Number of first layers that have an MLP instead. Unset: 0.
         #[elsewhere("first_k_dense_replace", "n_dense_layers", "moe_layer_freq")]
         dense_layers: Option<usize> = None;
-        /// Factor of the auxiliary loss of each layer, E sum(f P) (Fedus et al. 2021). Unset: 0.001;
-        /// 0 for dots1.
+        /// Factor of the auxiliary loss of each layer, E sum(f P) (Fedus et al. 2021). Unset:
+        /// 0.001; 0 for dots1.
         #[elsewhere("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha")]
         auxiliary_loss: Option<f64> = None;
         /// Factor of the router's z-loss of each layer (Zoph et al. 2022). Unset: 0.

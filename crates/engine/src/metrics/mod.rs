@@ -100,8 +100,8 @@ pub struct ExpertMetrics {
     pub load_max_mean: f64,
     /// Choices that were dropped because their expert had no room, over all layers.
     pub dropped: u64,
-    /// The auxiliary loss without its factor, E sum(f P), averaged over layers; `top_k` when experts
-    /// are balanced. 0 where neither it nor the z-loss has a factor.
+    /// The auxiliary loss without its factor, E sum(f P), averaged over layers; `top_k` when
+    /// experts are balanced. 0 where neither it nor the z-loss has a factor.
     pub auxiliary_loss: f64,
     /// The router's z-loss without its factor, averaged over layers.
     pub z_loss: f64,

@@ -1,6 +1,6 @@
 //! The experts of DeepSeek-V3 (DeepSeek-AI 2024) behind plain attention, as dots.llm1 has them:
-//! sigmoid gates, shared experts, MLPs in the first layers, and a bias for each expert that balances
-//! them without an auxiliary loss. Its attention is Qwen3's.
+//! sigmoid gates, shared experts, MLPs in the first layers, and a bias for each expert that
+//! balances them without an auxiliary loss. Its attention is Qwen3's.
 
 use super::llama::{self, FORM};
 use super::{Class, DOTS1, Definition, Form, Row, Sizes, row};
