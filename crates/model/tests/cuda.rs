@@ -3,11 +3,12 @@
 
 mod common;
 
-use common::GOLDENS;
 use common::golden::{check, check_in};
+use common::{KEY, MIXTURES, dense_goldens, load};
 use std::path::Path;
 use std::sync::Arc;
-use trainyard_autograd::Policy;
+use trainyard_autograd::{Policy, Tape};
+use trainyard_model::{BatchShape, Forward, Output};
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::tested::Tested;
 use trainyard_tensor::{DType, Device};
@@ -21,7 +22,7 @@ fn device() -> (Tested, Device) {
 
 #[test]
 fn logits_and_every_gradient_on_cuda_agree_with_transformers() {
-    for name in GOLDENS {
+    for name in dense_goldens() {
         let (tested, device) = device();
         check(name, &device, Policy::Everything, true);
         assert_eq!(tested.problems(), [""; 0], "{name}");
@@ -31,10 +32,23 @@ fn logits_and_every_gradient_on_cuda_agree_with_transformers() {
 #[test]
 fn half_precision_on_cuda_stays_near_transformers() {
     for (dtype, tolerance) in [(DType::BF16, 0.03), (DType::F16, 0.004)] {
-        for name in GOLDENS {
+        for name in dense_goldens() {
             let (tested, device) = device();
             check_in(name, &device, dtype, tolerance);
             assert_eq!(tested.problems(), [""; 0], "{name}");
         }
+    }
+}
+
+/// Experts have no kernels there: an error, and nothing computed elsewhere in silence.
+#[test]
+fn mixtures_on_cuda_are_an_error() {
+    for name in MIXTURES {
+        let (_tested, device) = device();
+        let (model, store) = load(name, &device);
+        let batch = BatchShape::uniform(1, 4).batch(&device).unwrap();
+        let mut tape = Tape::new(&device, &store, Policy::Nothing, KEY);
+        let error = model.forward(&mut tape, &mut Forward::evaluation(&batch, Output::Logits)).unwrap_err();
+        assert!(error.to_string().contains("router_logits"), "{name}: {error}");
     }
 }

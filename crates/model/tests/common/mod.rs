@@ -36,6 +36,11 @@ pub const GOLDENS: [&str; 15] = [
 /// Those with experts. In 16 bits a token may go to another expert than in f32.
 pub const MIXTURES: [&str; 4] = ["mixtral", "mixtral_balanced", "qwen3_moe", "dots1"];
 
+/// Those without.
+pub fn dense_goldens() -> impl Iterator<Item = &'static str> {
+    GOLDENS.into_iter().filter(|name| !MIXTURES.contains(name))
+}
+
 pub fn golden(name: &str) -> PathBuf {
     // The folder in which cargo runs the test. The compiled sources may have moved.
     let root = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
