@@ -152,6 +152,7 @@ impl Session {
                     session.load_pretrained(&mut note)?;
                 }
                 session.restore(&checkpoint::open_step(folder, step)?, &mut note)?;
+                note(&format!("resumed at step {}", session.state.step));
             }
             None => {
                 note("no checkpoint yet: starting from the beginning");
@@ -352,6 +353,25 @@ impl Session {
         Ok(())
     }
 
+    /// The step of the run's newest checkpoint, the same on every rank; None if there is none. What
+    /// is being written must have been written.
+    pub(crate) fn last_checkpoint(&self, note: &mut impl FnMut(&str)) -> Result<Option<u64>> {
+        let found = from_first(&self.world, || {
+            let found = find_checkpoint(&self.folder, Choice::Latest, note)?;
+            Ok(found.map_or_else(Vec::new, |found| found.step.to_le_bytes().to_vec()))
+        })?;
+        Ok(found.try_into().ok().map(u64::from_le_bytes))
+    }
+
+    /// Goes back to the checkpoint of `step`. The samples that follow are those after the ones
+    /// consumed by now.
+    pub(crate) fn go_back(&mut self, step: u64, note: &mut impl FnMut(&str)) -> Result<()> {
+        let samples = self.state.samples;
+        self.restore(&checkpoint::open_step(&self.folder, step)?, note)?;
+        self.state.samples = samples;
+        Ok(())
+    }
+
     fn restore(&mut self, checkpoint: &Checkpoint, note: &mut impl FnMut(&str)) -> Result<()> {
         let state = snapshot::restore(&mut self.rank, checkpoint)?;
         snapshot::left_behind(&self.rank, checkpoint).iter().for_each(|line| note(&warning(line)));
@@ -370,7 +390,6 @@ impl Session {
         let schedule_steps = self.resolved.schedule.steps.or(found);
         // Resuming resets the count of skipped steps, because a user has intervened.
         self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, skipped_in_a_row: 0, ..state };
-        note(&format!("resumed at step {}", self.state.step));
         if self.rank.measures_fp8() {
             note("fp8: the checkpoint knows no largest values: the next step is computed in bf16 to find them");
         }

@@ -1,9 +1,11 @@
 //! The training loop: [`train`] runs steps until a limit is reached. It records metrics, evaluates,
 //! writes checkpoints and stops a run that diverges.
 
+mod spikes;
+
 use crate::checkpoint::{BackgroundWriter, Event};
 use crate::clock::Clock;
-use crate::config::OnSpike;
+use crate::config::{OnSpike, Resolved};
 use crate::early_stopping::StoppedEarly;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
 use crate::health::Suspicion;
@@ -29,7 +31,6 @@ use std::time::{Duration, Instant};
 use trainyard_comm::Communicator;
 use trainyard_data::{Loader, LoaderConfig};
 use trainyard_program::StepKind;
-use trainyard_record::health::{HealthEvent, Symptom};
 use trainyard_tensor::{Purpose, TensorError};
 
 /// The reason for the end of a sitting.
@@ -150,6 +151,9 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
         let outcome = run.step(kind, snapshot)?;
         run.record(&outcome, kind, snapshot)?;
         run.guard_against_divergence(&outcome, kind)?;
+        if run.goes_back && run.go_back()? {
+            continue;
+        }
         if run.evaluation_due() {
             run.evaluate()?;
         }
@@ -196,24 +200,17 @@ struct Run<'s> {
     suspicion: Option<Suspicion>,
     /// True once a spike is to end the run.
     is_stopped_by_spike: bool,
+    /// True if a spike is to lead back to the last checkpoint.
+    goes_back: bool,
+    /// The step to which spikes have led back last, and how often.
+    returns: (u64, u32),
     first_step_done_s: Option<f64>,
 }
 
 impl<'s> Run<'s> {
     fn open(session: &'s mut Session, progress: &'s mut dyn Progress, control: Control<'s>) -> Result<Run<'s>> {
         let config = &session.resolved.config;
-        let loader = Loader::new(
-            session.dataset.clone(),
-            LoaderConfig {
-                micro_batch_size: session.resolved.batch.micro,
-                workers: config.data.workers,
-                prefetch: config.data.prefetch,
-                accumulation_steps: session.resolved.batch.accumulation,
-                rank: session.rank.data_place().0,
-                world: session.resolved.batch.data_parallel_degree,
-            },
-            session.position(),
-        )?;
+        let loader = loader(session)?;
         let mut store = None;
         if session.is_first() {
             let (opened, notes) = session.open_store()?;
@@ -293,6 +290,8 @@ impl<'s> Run<'s> {
             last_loss: f64::NAN,
             suspicion: None,
             is_stopped_by_spike: false,
+            goes_back: false,
+            returns: (0, 0),
             first_step_done_s: None,
         })
     }
@@ -414,7 +413,8 @@ impl<'s> Run<'s> {
         let copies = session.copies_state;
         let samples = loader.position().samples + session.resolved.batch.global as u64;
         let deviations = session.resolved.config.health.spike_deviations;
-        let skips = session.resolved.config.health.on_spike != OnSpike::Warn;
+        let on_spike = session.resolved.config.health.on_spike;
+        let (skips, rolls_back) = (on_spike != OnSpike::Warn, on_spike == OnSpike::RollBack);
         let limits = session.state.history.limits(deviations).filter(|_| skips);
         session.rank.core(|core| core.skip_above = limits);
         let mut state = session.state.clone();
@@ -428,7 +428,7 @@ impl<'s> Run<'s> {
             |rank, outcome| {
                 state.advance(outcome, rank, samples, deviations);
                 // Replicas that train apart skip steps by themselves, and write together.
-                if state.skipped_in_a_row > 0 && !apart {
+                if state.skipped_in_a_row > 0 && !apart || rolls_back && outcome.spike {
                     // These weights may be the cause of skipped steps, so no good checkpoint is
                     // deleted to make room for them.
                     return Ok(());
@@ -446,7 +446,7 @@ impl<'s> Run<'s> {
         self.suspicion = session.state.advance(&outcome, &session.rank, samples, deviations);
         session.state.learning_rate_next = rate_next;
         if snapshot {
-            self.owed = session.state.skipped_in_a_row > 0 && !apart;
+            self.owed = session.state.skipped_in_a_row > 0 && !apart || rolls_back && outcome.spike;
             if !self.owed {
                 self.saved = (session.state.step, Instant::now());
             }
@@ -539,42 +539,6 @@ impl<'s> Run<'s> {
         self.sitting.add(&metrics);
         report(self.writer.poll()?, self.progress);
         Ok(())
-    }
-
-    /// Says and writes what is suspicious about the step that has just run.
-    fn react(&mut self, step: u64, suspicion: Suspicion) -> Result<()> {
-        let Suspicion { symptom, value, usual } = suspicion;
-        let on_spike = self.session.resolved.config.health.on_spike;
-        let is_spike = matches!(symptom, Symptom::LossSpike | Symptom::NormSpike);
-        self.is_stopped_by_spike |= is_spike && on_spike == OnSpike::Stop;
-        let reaction = match (is_spike, symptom, on_spike) {
-            (_, Symptom::NotFinite, _) | (true, _, OnSpike::Skip) => "the update was skipped",
-            (true, _, OnSpike::Stop) => "the update was skipped and the run ends",
-            _ => "training goes on",
-        };
-        let count = self.session.resolved.batch.global as u64;
-        let first = self.session.state.samples - count;
-        if symptom != Symptom::NotFinite {
-            // What is not finite has a note of its own.
-            self.progress.note(&warning(format_args!(
-                "step {step}: {}: {value:.4}, usually {usual:.4} (samples {first} to {}); {reaction}",
-                symptom.in_words(),
-                first + count - 1
-            )));
-        }
-        if !self.session.is_first() {
-            return Ok(());
-        }
-        let finite = |number: f64| number.is_finite().then_some(number);
-        let event = HealthEvent {
-            step,
-            symptom,
-            value: finite(value),
-            usual: finite(usual),
-            samples: [first, count],
-            reaction: reaction.to_owned(),
-        };
-        Ok(trainyard_record::health::append(&self.session.folder, &event)?)
     }
 
     fn throughput(&mut self, work: Work) -> Throughput {
@@ -756,6 +720,20 @@ impl RunState {
         let is_expected = outcome.skipped && !outcome.spike && self.scaler.is_dynamic();
         if is_expected { None } else { self.history.add(outcome.loss, outcome.gradient_norm, deviations) }
     }
+}
+
+/// A loader of the samples that follow those consumed.
+fn loader(session: &Session) -> Result<Loader> {
+    let Resolved { config, batch, .. } = &session.resolved;
+    let settings = LoaderConfig {
+        micro_batch_size: batch.micro,
+        workers: config.data.workers,
+        prefetch: config.data.prefetch,
+        accumulation_steps: batch.accumulation,
+        rank: session.rank.data_place().0,
+        world: batch.data_parallel_degree,
+    };
+    Ok(Loader::new(session.dataset.clone(), settings, session.position())?)
 }
 
 /// A sentence about a record that could not be written.

@@ -62,6 +62,9 @@ impl Resolver {
                 "depends on the number of replicas, and training.elastic_bits must not: leave one of them out",
             );
         }
+        if self.config.health.on_spike == OnSpike::RollBack {
+            refuse(self, "lets replicas meet spikes apart, and they have one checkpoint: use health.on_spike \"skip\" or \"stop\"");
+        }
         let because = "DiLoCo loses little quality up to 500, local steps up to some tens";
         let every = self.settle("update.every", &every, 50, because);
         self.count("update.every", Some(every as u64), 1, EVERY_MAX);

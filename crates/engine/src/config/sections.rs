@@ -149,6 +149,9 @@ choices! {
         Warn = "warn",
         /// Say it, and leave the step's update out.
         Skip = "skip",
+        /// Say it, leave the update out, and go back to the last checkpoint. The run goes on from
+        /// there with the samples that follow the spike's.
+        RollBack = "roll_back",
         /// Say it, leave the update out, and end the run with a checkpoint.
         Stop = "stop",
     }

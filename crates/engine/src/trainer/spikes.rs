@@ -1,0 +1,106 @@
+//! Reactions to losses and norms that jump: said, written, and where asked for, a return to the last
+//! checkpoint.
+//!
+//! After a return the run goes on with the samples that follow those of the spike, so it does not
+//! meet the same batches again (Chowdhery et al. 2022, section 5.1). Steps are counted from the
+//! checkpoint on, and the records of the steps that are taken back are removed, as when a run is
+//! resumed. `health.jsonl` keeps what happened.
+
+use super::{Run, loader, no_record, report};
+use crate::Result;
+use crate::config::OnSpike;
+use crate::health::Suspicion;
+use crate::metrics::Recorder;
+use crate::recording::Recording;
+use crate::warning::warning;
+use std::time::Instant;
+use trainyard_record::health::{HealthEvent, Symptom};
+
+/// Returns to one checkpoint after which the next spike ends the run: the cause is not the data.
+const RETURNS_MAX: u32 = 3;
+
+impl Run<'_> {
+    /// Says and writes what is suspicious about the step that has just run, and notes whether the
+    /// run ends or goes back.
+    pub(super) fn react(&mut self, step: u64, suspicion: Suspicion) -> Result<()> {
+        let Suspicion { symptom, value, usual } = suspicion;
+        let on_spike = self.session.resolved.config.health.on_spike;
+        let is_spike = matches!(symptom, Symptom::LossSpike | Symptom::NormSpike);
+        self.is_stopped_by_spike |= is_spike && on_spike == OnSpike::Stop;
+        self.goes_back |= is_spike && on_spike == OnSpike::RollBack;
+        let reaction = match (is_spike, symptom, on_spike) {
+            (_, Symptom::NotFinite, _) | (true, _, OnSpike::Skip) => "the update was skipped",
+            (true, _, OnSpike::Stop) => "the update was skipped and the run ends",
+            (true, _, OnSpike::RollBack) => "the update was skipped and the run goes back to its last checkpoint",
+            _ => "training goes on",
+        };
+        let count = self.session.resolved.batch.global as u64;
+        let first = self.session.state.samples - count;
+        if symptom != Symptom::NotFinite {
+            // What is not finite has a note of its own.
+            self.progress.note(&warning(format_args!(
+                "step {step}: {}: {value:.4}, usually {usual:.4} (samples {first} to {}); {reaction}",
+                symptom.in_words(),
+                first + count - 1
+            )));
+        }
+        if !self.session.is_first() {
+            return Ok(());
+        }
+        let finite = |number: f64| number.is_finite().then_some(number);
+        let event = HealthEvent {
+            step,
+            symptom,
+            value: finite(value),
+            usual: finite(usual),
+            samples: [first, count],
+            reaction: reaction.to_owned(),
+        };
+        Ok(trainyard_record::health::append(&self.session.folder, &event)?)
+    }
+
+    /// Goes back to the last checkpoint, and on with the samples that follow. Returns false if the
+    /// run goes on where it is: there is no checkpoint yet, or the run ends, because a spike came
+    /// again after every return to this one.
+    pub(super) fn go_back(&mut self) -> Result<bool> {
+        self.goes_back = false;
+        report(self.writer.wait_for_it()?, self.progress);
+        let (from, samples) = (self.session.state.step, self.session.state.samples);
+        let progress = &mut *self.progress;
+        let Some(step) = self.session.last_checkpoint(&mut |line| progress.note(line))? else {
+            self.progress.note("there is no checkpoint to go back to yet: training goes on");
+            return Ok(false);
+        };
+        let count = if self.returns.0 == step { self.returns.1 } else { 0 };
+        if count == RETURNS_MAX {
+            self.progress.note(&warning(format_args!(
+                "a spike came again after each of {RETURNS_MAX} returns to step {step}, with other samples each time: the run ends; \
+                 go on with a lower optimizer.learning_rate"
+            )));
+            self.is_stopped_by_spike = true;
+            return Ok(false);
+        }
+        self.returns = (step, count + 1);
+        let progress = &mut *self.progress;
+        self.session.go_back(step, &mut |line| progress.note(line))?;
+        let session = &mut *self.session;
+        self.loader = loader(session)?;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.end()?;
+            let (opened, notes) = Recorder::open(&session.folder, &session.resolved.config.metrics, step)?;
+            notes.iter().for_each(|line| self.progress.note(line));
+            *recorder = opened;
+        }
+        if self.recording.take().is_some() {
+            match Recording::open(session) {
+                Ok(recording) => self.recording = Some(recording),
+                Err(error) => self.progress.note(&warning(no_record(&error))),
+            }
+        }
+        self.evaluated = self.evaluated.filter(|evaluated| *evaluated <= step);
+        (self.saved, self.owed, self.round_end) = ((step, Instant::now()), false, step);
+        self.clock.last_step_end = Instant::now();
+        self.progress.note(&format!("went back from step {from} to step {step}; the next sample is {samples}"));
+        Ok(true)
+    }
+}
