@@ -63,7 +63,10 @@ impl Resolver {
             );
         }
         if self.config.health.on_spike == OnSpike::RollBack {
-            refuse(self, "lets replicas meet spikes apart, and they have one checkpoint: use health.on_spike \"skip\" or \"stop\"");
+            refuse(
+                self,
+                "lets replicas meet spikes apart, and they have one checkpoint: use health.on_spike \"skip\" or \"stop\"",
+            );
         }
         let because = "DiLoCo loses little quality up to 500, local steps up to some tens";
         let every = self.settle("update.every", &every, 50, because);

@@ -92,39 +92,31 @@ impl Definition for Dots1 {
     }
 
     fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
-        let dim = keys.size("hidden_size", Some(4608))?;
-        let heads = keys.size("num_attention_heads", Some(32))?;
-        let layers = keys.size("num_hidden_layers", Some(62))?;
-        let vocab_size = keys.size("vocab_size", Some(152064))?;
-        let max_positions = keys.size("max_position_embeddings", Some(2048))?;
+        let usual = Sizes { vocab_size: 152_064, dim: 4608, layers: 62, heads: 32, max_positions: 2048 };
+        let sizes = keys.sizes(usual)?;
         let ffn_dim = keys.size("intermediate_size", Some(10944))?;
-        let mut spec = ModelSpec { ffn_dim, ..self.usual(&Sizes { vocab_size, dim, layers, heads, max_positions }) };
-        spec.kv_heads = keys.optional_size("num_key_value_heads")?.unwrap_or(heads);
-        match keys.optional_size("head_dim")? {
-            Some(head_dim) => spec.head_dim = head_dim,
-            None => keys.head_dim_divides(dim, heads)?,
-        }
+        let mut spec = ModelSpec { ffn_dim, ..self.usual(&sizes) };
+        keys.grouped_heads(&mut spec)?;
         spec.activation = keys.activation("hidden_act", "silu")?;
-        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-6);
-        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
-        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        keys.decoder(&mut spec, 1e-6, false)?;
         let biases = keys.flag("attention_bias")?.unwrap_or(false);
         (spec.qkv_bias, spec.o_bias) = (biases, biases);
         // The window is in the layers from max_window_layers on, of which there are usually none.
         let window = keys.optional_size("sliding_window")?;
         let first = keys.whole_number("max_window_layers")?.unwrap_or(62);
-        let sliding = keys.sliding_layers(layers)?.unwrap_or_else(|| (first.min(layers)..layers).collect());
+        let sliding =
+            keys.sliding_layers(spec.layers)?.unwrap_or_else(|| (first.min(spec.layers)..spec.layers).collect());
         if let Some(window) = window.filter(|_| !sliding.is_empty()) {
             spec.sliding_window = Some(window);
-            spec.sliding_layers = (sliding.len() < layers).then_some(sliding);
+            spec.sliding_layers = (sliding.len() < spec.layers).then_some(sliding);
         }
-        spec.rope = Some(keys.rope(max_positions)?);
+        spec.rope = Some(keys.rope(sizes.max_positions)?);
         for key in ["n_group", "topk_group"] {
             keys.refuse(key, &[json!(1)], "experts in groups are not available")?;
         }
         let Some(experts) = &mut spec.experts else { return Ok(spec) };
         let dense = keys.whole_number("first_k_dense_replace")?.unwrap_or(0);
-        experts.dense_layers = (0..dense.min(layers)).collect();
+        experts.dense_layers = (0..dense.min(spec.layers)).collect();
         experts.experts = keys.size("n_routed_experts", None)?;
         experts.top_k = keys.size("num_experts_per_tok", None)?;
         experts.ffn_dim = keys.size("moe_intermediate_size", Some(1408))?;

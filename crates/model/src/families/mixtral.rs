@@ -105,27 +105,19 @@ impl Definition for Mixtral {
     }
 
     fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
-        let dim = keys.size("hidden_size", Some(4096))?;
-        let heads = keys.size("num_attention_heads", Some(32))?;
-        let layers = keys.size("num_hidden_layers", Some(32))?;
-        let vocab_size = keys.size("vocab_size", Some(32000))?;
-        let max_positions = keys.size("max_position_embeddings", Some(131072))?;
+        let usual = Sizes { vocab_size: 32_000, dim: 4096, layers: 32, heads: 32, max_positions: 131_072 };
+        let sizes = keys.sizes(usual)?;
         let ffn_dim = keys.size("intermediate_size", Some(14336))?;
-        let mut spec = ModelSpec { ffn_dim, ..self.usual(&Sizes { vocab_size, dim, layers, heads, max_positions }) };
-        spec.kv_heads = match (keys.absent("num_key_value_heads"), keys.optional_size("num_key_value_heads")?) {
-            (true, _) => 8,
-            (false, given) => given.unwrap_or(heads),
-        };
-        match keys.optional_size("head_dim")? {
-            Some(head_dim) => spec.head_dim = head_dim,
-            None => keys.head_dim_divides(dim, heads)?,
+        let mut spec = ModelSpec { ffn_dim, ..self.usual(&sizes) };
+        let unsaid = keys.absent("num_key_value_heads");
+        keys.grouped_heads(&mut spec)?;
+        if unsaid {
+            spec.kv_heads = 8;
         }
         spec.activation = keys.activation("hidden_act", "silu")?;
-        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-5);
-        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
-        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        keys.decoder(&mut spec, 1e-5, false)?;
         spec.sliding_window = keys.optional_size("sliding_window")?;
-        spec.rope = Some(keys.rope(max_positions)?);
+        spec.rope = Some(keys.rope(sizes.max_positions)?);
         let Some(experts) = &mut spec.experts else { return Ok(spec) };
         experts.ffn_dim = ffn_dim;
         experts.experts = keys.size("num_local_experts", Some(8))?;

@@ -87,32 +87,27 @@ impl Definition for Qwen3Moe {
     }
 
     fn read_config(&self, keys: &mut Keys, _model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
-        let dim = keys.size("hidden_size", Some(2048))?;
-        let heads = keys.size("num_attention_heads", Some(32))?;
-        let layers = keys.size("num_hidden_layers", Some(24))?;
-        let vocab_size = keys.size("vocab_size", Some(151936))?;
-        let max_positions = keys.size("max_position_embeddings", Some(32768))?;
+        let usual = Sizes { vocab_size: 151_936, dim: 2048, layers: 24, heads: 32, max_positions: 32_768 };
+        let sizes = keys.sizes(usual)?;
         let ffn_dim = keys.size("intermediate_size", Some(6144))?;
-        let mut spec = ModelSpec { ffn_dim, ..self.usual(&Sizes { vocab_size, dim, layers, heads, max_positions }) };
-        spec.kv_heads = keys.optional_size("num_key_value_heads")?.unwrap_or(4);
-        match keys.optional_size("head_dim")? {
-            Some(head_dim) => spec.head_dim = head_dim,
-            None => keys.head_dim_divides(dim, heads)?,
+        let mut spec = ModelSpec { ffn_dim, ..self.usual(&sizes) };
+        let unsaid = keys.absent("num_key_value_heads");
+        keys.grouped_heads(&mut spec)?;
+        if unsaid {
+            spec.kv_heads = 4;
         }
         spec.activation = keys.activation("hidden_act", "silu")?;
-        spec.norm_eps = keys.number("rms_norm_eps")?.unwrap_or(1e-6);
-        spec.init_std = keys.number("initializer_range")?.unwrap_or(0.02);
-        spec.tie_embeddings = keys.flag("tie_word_embeddings")?.unwrap_or(false);
+        keys.decoder(&mut spec, 1e-6, false)?;
         let biases = keys.flag("attention_bias")?.unwrap_or(false);
         (spec.qkv_bias, spec.o_bias) = (biases, biases);
         let window = keys.optional_size("sliding_window")?;
         spec.sliding_window = window.filter(|_| matches!(keys.flag("use_sliding_window"), Ok(Some(true))));
         keys.take("max_window_layers");
-        spec.rope = Some(keys.rope(max_positions)?);
+        spec.rope = Some(keys.rope(sizes.max_positions)?);
         let step = keys.size("decoder_sparse_step", Some(1))?;
         let only = keys.whole_numbers("mlp_only_layers")?;
         let Some(experts) = &mut spec.experts else { return Ok(spec) };
-        experts.dense_layers = (0..layers).filter(|n| only.contains(n) || !(n + 1).is_multiple_of(step)).collect();
+        experts.dense_layers = (0..spec.layers).filter(|n| only.contains(n) || !(n + 1).is_multiple_of(step)).collect();
         experts.experts =
             keys.optional_size("num_local_experts")?.map_or_else(|| keys.size("num_experts", Some(128)), Ok)?;
         experts.top_k = keys.size("num_experts_per_tok", Some(8))?;
