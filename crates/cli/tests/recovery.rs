@@ -233,3 +233,59 @@ fn the_quick_start_takes_few_steps() {
     ];
     folder.run(&[&["train", "--data", "text.txt"], &sets[..]].concat()).ok();
 }
+
+/// A corpus in its order, with capital letters that no step before has seen: those of step 60.
+fn with_a_bad_stretch(folder: &Folder) -> [String; 12] {
+    let mut text = fs::read(folder.join("text.txt")).unwrap();
+    for (n, byte) in text[59 * 128 + 30..60 * 128 - 10].iter_mut().enumerate() {
+        *byte = b'A' + (n * n * 7 % 26) as u8;
+    }
+    folder.write("text.txt", text);
+    let sets = [
+        "data.shuffle=false",
+        "health.on_spike=roll_back",
+        "health.spike_deviations=4",
+        "training.steps=80",
+        "checkpoint.interval_steps=25",
+        "schedule.kind=constant",
+    ];
+    let mut arguments = [(); 12].map(|()| "--set".to_owned());
+    sets.iter().enumerate().for_each(|(n, set)| arguments[2 * n + 1] = (*set).to_owned());
+    arguments
+}
+
+#[test]
+fn after_a_spike_a_run_goes_back_and_passes_over_the_samples() {
+    let folder = Folder::new();
+    let sets = with_a_bad_stretch(&folder);
+    let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+    let ran = folder.run(&[&["train", "tiny.toml"], &sets[..]].concat()).ok();
+    assert!(ran.stderr.contains("went back from step 60 to step 50; the next sample is 240"), "{}", ran.stderr);
+    let event = fs::read_to_string(folder.join("runs/tiny/health.jsonl")).unwrap();
+    let event: serde_json::Value = serde_json::from_str(event.lines().next().unwrap()).unwrap();
+    assert_eq!((event["step"].as_u64(), event["samples"].as_array().unwrap()[0].as_u64()), (Some(60), Some(236)));
+    assert!(event["reaction"].as_str().unwrap().contains("goes back to its last checkpoint if it has one"), "{event}");
+    // Each step is recorded once, and the capital letters were never learned from.
+    let metrics = fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap();
+    let of_steps = metrics.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let numbers: Vec<u64> = of_steps.filter_map(|line| line["step"].as_u64()).collect();
+    assert!(numbers.windows(2).all(|pair| pair[0] < pair[1]) && numbers.contains(&80), "{numbers:?}");
+    // A run that is stopped after the return and goes on ends with the same weights.
+    let weights = |run: &str| fs::read(folder.join(run).join("checkpoints/step-00000080/model.safetensors")).unwrap();
+    let whole = weights("runs/tiny");
+    let half = ["--set", "training.steps=70", "--set", "run.name=halves"];
+    folder.run(&[&["train", "tiny.toml"], &sets[..], &half].concat()).ok();
+    folder.run(&["train", "--resume", "runs/halves", "--set", "training.steps=80"]).ok();
+    assert!(weights("runs/halves") == whole);
+}
+
+#[test]
+fn a_spike_after_every_return_ends_the_run() {
+    let folder = Folder::new();
+    let sets = ["health.on_spike=roll_back", "health.spike_deviations=0.001", "training.steps=80"];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+    let ran = folder.run(&[&["train", "tiny.toml", "--set", "checkpoint.interval_steps=30"], &sets[..]].concat());
+    assert!(ran.stderr.contains("a spike came again after each of 3 returns to step"), "{}", ran.stderr);
+    assert_eq!(ran.stderr.matches("went back from step").count(), 3, "{}", ran.stderr);
+    assert_eq!(ran.code, Some(1), "{}", ran.stderr);
+}

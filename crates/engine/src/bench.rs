@@ -59,8 +59,8 @@ pub struct StepReport {
     /// Model TFLOP/s of the median step: 6 per parameter in a product, 12 per pair of attention;
     /// recomputation does not count.
     pub tflops: f64,
-    /// `tflops` as a share of the peak; none if the step was faster than it, so that the machine was
-    /// busy while the peak was measured.
+    /// `tflops` as a share of the peak; none if the step was faster than it, because the machine
+    /// was busy while the peak was measured.
     pub mfu: Option<f64>,
     /// The measured peak for this dtype.
     pub peak_tflops: f64,

@@ -31,7 +31,7 @@ impl Run<'_> {
         let reaction = match (is_spike, symptom, on_spike) {
             (_, Symptom::NotFinite, _) | (true, _, OnSpike::Skip) => "the update was skipped",
             (true, _, OnSpike::Stop) => "the update was skipped and the run ends",
-            (true, _, OnSpike::RollBack) => "the update was skipped and the run goes back to its last checkpoint",
+            (true, _, OnSpike::RollBack) => "the update was skipped, and the run goes back to its last checkpoint if it has one",
             _ => "training goes on",
         };
         let count = self.session.resolved.batch.global as u64;
