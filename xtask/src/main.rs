@@ -1,6 +1,6 @@
 //! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
 //! equality | exports | gpu | manifests | overlap | pictures | slow-links | slurm | soak | traces |
-//! validate | verdicts`.
+//! validate | verdicts | wheel`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -29,6 +29,7 @@ mod tidy;
 mod traces;
 mod validate;
 mod verdicts;
+mod wheel;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -97,6 +98,8 @@ enum Chore {
     /// Plant causes of lost time whose verdict is known, count how often `trainyard doctor` is
     /// right, and write the tables of docs/finding-bottlenecks.md.
     Verdicts(verdicts::Options),
+    /// Build the wheel for Python, install it into an empty environment, and test it there.
+    Wheel(wheel::Options),
 }
 
 fn main() -> ExitCode {
@@ -120,6 +123,7 @@ fn main() -> ExitCode {
         Chore::Traces(options) => traces::run(&root, &options),
         Chore::Validate(options) => validate::run(&options),
         Chore::Verdicts(options) => verdicts::run(&root, &options),
+        Chore::Wheel(options) => wheel::run(&root, &options),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

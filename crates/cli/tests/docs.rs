@@ -301,3 +301,38 @@ fn pages_that_lie_are_found() {
     assert!(check("```console\n$ echo 'error: x'\nerror: x\n```\n")[0].contains("succeeds, but is shown to fail"));
     assert!(check("```console\n$ curl x\n```\n")[0].contains("`curl` is not run here"));
 }
+
+/// The code of the blocks of Python in `page` that are to be executed.
+fn python_of(page: &str) -> String {
+    let blocks = page.split("```python\n").skip(1).filter_map(|rest| rest.split("```").next());
+    blocks.collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn the_module_of_python_passes_its_tests_and_does_what_its_page_shows() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository");
+    let python = |arguments: &[&str]| {
+        let mut command = Command::new("python3");
+        command.args(arguments).env("PYTHONPATH", root.join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
+        command.env("TRAINYARD", env!("CARGO_BIN_EXE_trainyard"));
+        command
+    };
+    let version = python(&["-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).output();
+    if !version.is_ok_and(|ran| ran.status.success()) {
+        return trainyard_testing::skip("there is no Python 3.11");
+    }
+    let ok = |command: &mut Command| {
+        let ran = command.output().expect("Python starts");
+        let said = String::from_utf8_lossy(&ran.stderr).into_owned();
+        assert!(ran.status.success(), "{said}");
+        said
+    };
+    let tests = root.join("python/tests");
+    let said = ok(python(&["-m", "unittest", "discover", "-v", "-s"]).arg(&tests));
+    if said.contains("skipped 'no PyTorch'") {
+        trainyard_testing::skip_part("there is no PyTorch for the dataset's samples");
+    }
+    let page = fs::read_to_string(root.join("docs/python.md")).expect("UTF-8");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    ok(python(&["-W", "error", "-c", &python_of(&page)]).current_dir(folder.path()));
+}

@@ -1,5 +1,5 @@
-//! Reactions to losses and norms that jump: said, written, and where asked for, a return to the last
-//! checkpoint.
+//! Reactions to losses and norms that jump: said, written, and where asked for, a return to the
+//! last checkpoint.
 //!
 //! After a return the run goes on with the samples that follow those of the spike, so it does not
 //! meet the same batches again (Chowdhery et al. 2022, section 5.1). Steps are counted from the
@@ -31,7 +31,9 @@ impl Run<'_> {
         let reaction = match (is_spike, symptom, on_spike) {
             (_, Symptom::NotFinite, _) | (true, _, OnSpike::Skip) => "the update was skipped",
             (true, _, OnSpike::Stop) => "the update was skipped and the run ends",
-            (true, _, OnSpike::RollBack) => "the update was skipped, and the run goes back to its last checkpoint if it has one",
+            (true, _, OnSpike::RollBack) => {
+                "the update was skipped, and the run goes back to its last checkpoint if it has one"
+            }
             _ => "training goes on",
         };
         let count = self.session.resolved.batch.global as u64;
