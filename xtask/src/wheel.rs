@@ -41,8 +41,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     let wheel = std::fs::read_dir(&wheels)?.next().context("maturin wrote no wheel")??.path();
     println!("{}: {:.1} MB", wheel.display(), std::fs::metadata(&wheel)?.len() as f64 / 1e6);
 
-    let empty = tempfile::tempdir()?;
-    let home = empty.path().join("environment");
+    let home = wheels.join("environment");
     succeed(Command::new("python3").args(["-m", "venv"]).arg(&home))?;
     let python = home.join("bin/python");
     succeed(Command::new(&python).args(["-m", "pip", "install", "--quiet", "--no-index"]).arg(&wheel))?;
