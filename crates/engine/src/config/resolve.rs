@@ -101,7 +101,7 @@ pub struct Derivation {
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub enum ModelSource {
     /// A shape.
-    Shape(ModelShape),
+    Shape(Box<ModelShape>),
     /// A Hugging Face folder or a GGUF file.
     HuggingFace {
         /// Its place.

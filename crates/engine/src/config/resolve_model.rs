@@ -95,7 +95,7 @@ impl Resolver {
             }
             None => {
                 self.unused("model.load_weights", &section.load_weights, "without model.path there is nothing to load");
-                ModelSource::Shape(self.shape(&section, inputs))
+                ModelSource::Shape(Box::new(self.shape(&section, inputs)))
             }
         }
     }
