@@ -291,3 +291,18 @@ fn a_spike_after_every_return_ends_the_run() {
     assert_eq!(ran.code, Some(130), "{}", ran.stderr);
     folder.run(&["train", "--resume", "runs/tiny", "--set", "health.on_spike=warn"]).ok();
 }
+
+#[test]
+fn the_end_of_the_fourth_pass_is_said_once() {
+    let folder = Folder::new();
+    let text = fs::read(folder.join("text.txt")).unwrap();
+    folder.write("text.txt", &text[..4000]);
+    let ran = folder.run(&["train", "tiny.toml", "--set", "training.steps=150"]).ok();
+    assert_eq!(ran.stderr.matches("data.train has been passed over 4 times").count(), 1, "{}", ran.stderr);
+    let line = fs::read_to_string(folder.join("runs/tiny/health.jsonl")).unwrap();
+    let event: serde_json::Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
+    let metrics = fs::read_to_string(folder.join("runs/tiny/metrics.jsonl")).unwrap();
+    let metrics = metrics.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let over = metrics.filter(|line| line["epoch"].as_f64() >= Some(4.0)).map(|line| line["step"].clone()).next();
+    assert_eq!((event["symptom"].as_str(), over), (Some("repeated_data"), Some(event["step"].clone())));
+}

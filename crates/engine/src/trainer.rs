@@ -466,8 +466,9 @@ impl<'s> Run<'s> {
         if let Some(note) = &outcome.note {
             self.progress.note(&format!("step {step}: {note}"));
         }
-        if let Some(suspicion) = self.suspicion.take() {
-            self.react(step, suspicion)?;
+        match self.suspicion.take() {
+            Some(suspicion) => self.react(step, suspicion)?,
+            None => self.say_repetition(step)?,
         }
         let session = &mut *self.session;
         if outcome.skipped && !outcome.spike {

@@ -18,6 +18,8 @@ pub enum Symptom {
     NormSpike,
     /// The gradient norm has grown over many steps.
     NormDrift,
+    /// A corpus has been passed over many times.
+    RepeatedData,
 }
 
 impl Symptom {
@@ -28,6 +30,7 @@ impl Symptom {
             Symptom::LossSpike => "a loss spike",
             Symptom::NormSpike => "a spike of the gradient norm",
             Symptom::NormDrift => "a gradient norm that grows",
+            Symptom::RepeatedData => "data that is repeated",
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Reactions to losses and norms that jump: said, written, and where asked for, a return to the
-//! last checkpoint.
+//! last checkpoint. Data that is repeated often is said here too.
 //!
 //! After a return the run goes on with the samples that follow those of the spike, so it does not
 //! meet the same batches again (Chowdhery et al. 2022, section 5.1). Steps are counted from the
@@ -12,12 +12,17 @@ use crate::config::OnSpike;
 use crate::health::Suspicion;
 use crate::metrics::Recorder;
 use crate::recording::Recording;
+use crate::session::Session;
 use crate::warning::warning;
 use std::time::Instant;
+use trainyard_data::Position;
 use trainyard_record::health::{HealthEvent, Symptom};
 
 /// Returns to one checkpoint after which the next spike ends the run: the cause is not the data.
 const RETURNS_MAX: u32 = 3;
+/// Passes over a corpus up to which repeated tokens are nearly as good as new ones; from 16 on they
+/// teach nothing (Muennighoff et al. 2023, section 6).
+const PASSES: f64 = 4.0;
 
 impl Run<'_> {
     /// Says and writes what is suspicious about the step that has just run, and notes whether the
@@ -46,19 +51,45 @@ impl Run<'_> {
                 first + count - 1
             )));
         }
+        let finite = |number: f64| number.is_finite().then_some(number);
+        let reaction = reaction.to_owned();
+        let (value, usual) = (finite(value), finite(usual));
+        self.write(&HealthEvent { step, symptom, value, usual, samples: [first, count], reaction })
+    }
+
+    /// Says and writes that the step that has just run ended the fourth pass over a corpus.
+    pub(super) fn say_repetition(&mut self, step: u64) -> Result<()> {
+        let Session { dataset, state, resolved, .. } = &*self.session;
+        let count = resolved.batch.global as u64;
+        let first = state.samples - count;
+        let ended = |corpus: &usize| {
+            let passes = |samples| dataset.epochs(*corpus, Position { samples });
+            passes(first) < PASSES && passes(state.samples) >= PASSES
+        };
+        let corpora = dataset.corpora().len();
+        let Some(corpus) = (0..corpora).find(ended) else { return Ok(()) };
+        let which = if corpora > 1 { format!("corpus {} of data.train", corpus + 1) } else { "data.train".to_owned() };
+        self.progress.note(&warning(format_args!(
+            "step {step}: {which} has been passed over {PASSES} times: from here on its tokens teach less with each \
+             pass, and from 16 passes on nothing; give it more text, or fewer steps"
+        )));
+        let (value, usual) = (Some(PASSES), None);
+        let reaction = "training goes on".to_owned();
+        self.write(&HealthEvent {
+            step,
+            symptom: Symptom::RepeatedData,
+            value,
+            usual,
+            samples: [first, count],
+            reaction,
+        })
+    }
+
+    fn write(&self, event: &HealthEvent) -> Result<()> {
         if !self.session.is_first() {
             return Ok(());
         }
-        let finite = |number: f64| number.is_finite().then_some(number);
-        let event = HealthEvent {
-            step,
-            symptom,
-            value: finite(value),
-            usual: finite(usual),
-            samples: [first, count],
-            reaction: reaction.to_owned(),
-        };
-        Ok(trainyard_record::health::append(&self.session.folder, &event)?)
+        Ok(trainyard_record::health::append(&self.session.folder, event)?)
     }
 
     /// Goes back to the last checkpoint, and on with the samples that follow. Returns false if the
