@@ -285,3 +285,18 @@ fn models_of_one_shape_are_merged() {
     }
     assert!(!folder.join("o").exists(), "a folder was left");
 }
+
+#[test]
+fn a_mixture_of_experts_is_refused() {
+    let folder = Folder::new();
+    let sets = ["--set", "model.family=mixtral", "--set", "training.steps=2"];
+    folder.run(&[&["train", "tiny.toml"], &sets[..]].concat()).ok();
+    for command in [
+        &["prune", "runs/tiny", "--method", "magnitude", "--sparsity", "0.5"][..],
+        &["quantize", "runs/tiny", "--method", "rtn"],
+    ] {
+        let ran = folder.run(&[command, &["--out", "out"]].concat());
+        assert!(ran.code == Some(1) && ran.stderr.contains("is a mixture of experts"), "{}", ran.stderr);
+        assert!(!folder.join("out").exists());
+    }
+}

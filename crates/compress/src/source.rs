@@ -46,13 +46,8 @@ impl Source {
     }
 
     fn checked(self) -> Result<Source> {
-        let unusual = self.model.parameters().find(|(_, spec)| spec.shape.len() > 2);
-        match unusual {
-            Some((id, spec)) => refuse(format!(
-                "`{}` is {:?}: mixtures of experts cannot be compressed yet",
-                self.model.parameter_name(id).unwrap_or_default(),
-                spec.shape
-            )),
+        match self.spec.experts {
+            Some(_) => refuse("it is a mixture of experts, which cannot be compressed yet"),
             None => Ok(self),
         }
     }
