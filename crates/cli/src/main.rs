@@ -15,7 +15,7 @@ mod output;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
     advise, bench, calibrate, completions, config, dash, data, doctor, eval, export, generate, launch, merge, plan,
-    program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train,
+    program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train, tune,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -51,6 +51,7 @@ enum Command {
     Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
     Advise(advise::Args),
+    Tune(Box<tune::Args>),
     Program(program::Args),
     Dash(dash::Args),
     Top(top::Args),
@@ -105,6 +106,7 @@ fn main() -> ExitCode {
         Command::Calibrate(args) => calibrate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Advise(args) => advise::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Tune(args) => tune::run(&args),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Dash(args) => dash::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Top(args) => top::run(&args).map(|()| ExitCode::SUCCESS),

@@ -38,6 +38,8 @@ fn help_texts_are_as_agreed() {
         &["calibrate"],
         &["plan"],
         &["advise"],
+        &["tune"],
+        &["tune", "batch"],
         &["program"],
         &["dash"],
         &["top"],

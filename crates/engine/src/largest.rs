@@ -1,10 +1,10 @@
-//! Finds the largest model that a machine can train: the most blocks of one shape that fit in its
-//! memory.
+//! Finds the largest model that a machine can train, which is the most blocks of one shape that fit
+//! in its memory, and the largest micro-batch of a given model.
 //!
 //! The needs of a step are predicted by executing it on the meta device ([`crate::predict`]), so
 //! the search allocates nothing.
 
-use crate::bench::forecast;
+use crate::bench::{forecast, forecast_stages};
 use crate::config::Resolved;
 use crate::host::{self, ASIDE};
 use crate::predict::StepNeeds;
@@ -48,6 +48,20 @@ impl Room {
         Ok(Room { device: free.min(limit), host, disk: room::free(folder).unwrap_or(u64::MAX) })
     }
 
+    /// A rank's share, of `ranks` ranks on one host with processors. `memory.limit` is each rank's
+    /// own.
+    ///
+    /// # Errors
+    /// As [`Room::of`].
+    pub fn of_each(resolved: &Resolved, device: &Device, ranks: usize) -> Result<Room> {
+        let all = Room::of(resolved, device)?;
+        if device.as_cuda().is_some() || ranks < 2 {
+            return Ok(all);
+        }
+        let limit = resolved.config.memory.limit.map_or(usize::MAX, |limit| limit.0 as usize);
+        Ok(Room { device: (all.host / ranks).min(limit), host: all.host / ranks, disk: all.disk / ranks as u64 })
+    }
+
     /// True if a step with these needs fits.
     pub fn holds(&self, prediction: &StepNeeds) -> bool {
         prediction.memory.peak_total() <= self.device
@@ -86,17 +100,69 @@ pub fn largest<E: From<EngineError>>(
         let parameters = parameters(&resolved)?;
         Ok(Some(Largest { layers, parameters, resolved, prediction }))
     };
-    let Some(mut best) = fits(1)? else { return Ok(None) };
-    // The least number of blocks known not to fit.
-    let mut too_many = LAYERS_MAX + 1;
+    Ok(most(LAYERS_MAX, fits)?.map(|(_, largest)| largest))
+}
+
+/// A micro-batch that fits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LargestBatch {
+    /// Sequences of one forward and backward on a rank.
+    pub rows: usize,
+    /// Bytes of the device that a step with them needs, on the rank that needs the most.
+    pub bytes: usize,
+    /// The same for one sequence more, which does not fit; None at [`ROWS_MAX`].
+    pub bytes_of_next: Option<usize>,
+}
+
+/// Upper limit for the sequences of a micro-batch in the search.
+pub const ROWS_MAX: usize = 65536;
+
+/// The configuration with `rows` sequences in a micro-batch, and everything else as it is.
+pub fn with_rows(resolved: &Resolved, rows: usize) -> Resolved {
+    let mut changed = resolved.clone();
+    changed.batch.micro = rows;
+    changed.batch.global = rows * changed.batch.accumulation * changed.batch.data_parallel_degree;
+    changed
+}
+
+/// The largest micro-batch, of up to [`ROWS_MAX`] sequences, with which every rank's step fits in
+/// `room`. None if a single sequence does not fit.
+///
+/// # Errors
+/// The steps of the configuration cannot be lowered.
+pub fn largest_batch(room: &Room, resolved: &Resolved) -> Result<Option<LargestBatch>> {
+    let needs = |rows: usize| -> Result<Vec<StepNeeds>> {
+        let stages = forecast_stages(&with_rows(resolved, rows))?;
+        Ok(stages.into_iter().map(|(_, needs)| needs).collect())
+    };
+    let bytes = |needs: &[StepNeeds]| needs.iter().map(|needs| needs.memory.peak_total()).max().unwrap_or(0);
+    let fits = |rows: usize| -> Result<Option<usize>> {
+        let needs = needs(rows)?;
+        Ok(needs.iter().all(|needs| room.holds(needs)).then(|| bytes(&needs)))
+    };
+    let Some((rows, found)) = most(ROWS_MAX, fits)? else { return Ok(None) };
+    let bytes_of_next = if rows < ROWS_MAX { Some(bytes(&needs(rows + 1)?)) } else { None };
+    Ok(Some(LargestBatch { rows, bytes: found, bytes_of_next }))
+}
+
+/// The largest number from 1 to `limit` that fits, and what `fits` says of it, if every number
+/// below one that fits does too. None if 1 does not.
+fn most<T, E>(
+    limit: usize,
+    fits: impl Fn(usize) -> std::result::Result<Option<T>, E>,
+) -> std::result::Result<Option<(usize, T)>, E> {
+    let Some(first) = fits(1)? else { return Ok(None) };
+    let mut best = (1, first);
+    // The least number known not to fit.
+    let mut too_many = limit + 1;
     let mut next = 2;
-    while best.layers + 1 < too_many {
+    while best.0 + 1 < too_many {
         match fits(next)? {
-            Some(larger) => best = larger,
+            Some(larger) => best = (next, larger),
             None => too_many = next,
         }
-        let doubled = 2 * best.layers;
-        next = if doubled < too_many { doubled } else { best.layers.midpoint(too_many) };
+        let doubled = 2 * best.0;
+        next = if doubled < too_many { doubled } else { best.0.midpoint(too_many) };
     }
     Ok(Some(best))
 }
@@ -108,8 +174,9 @@ fn parameters(resolved: &Resolved) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::Stepper;
     use crate::config::{Config, Inputs};
-    use crate::device;
+    use crate::{device, limit};
     use trainyard_tensor::Purpose;
 
     fn layers(layers: usize, sets: &[&str]) -> Result<Resolved> {
@@ -143,6 +210,51 @@ mod tests {
         }
         let nothing = largest(&Room { device: 1 << 10, ..plenty }, |n| layers(n, &[])).unwrap();
         assert!(nothing.is_none());
+    }
+
+    /// Forty configurations: a step with the batch that was found runs within the limit, and one
+    /// sequence more is refused.
+    #[test]
+    fn the_largest_batch_runs_and_the_next_is_refused() {
+        let mut tried = 0;
+        for layers_of in [1, 3] {
+            for recompute in ["none", "selective", "full"] {
+                for (compute, offload) in [("f32", "none"), ("bf16", "none"), ("bf16", "disk")] {
+                    for limit in ["1MiB", "1500KiB", "3MiB"] {
+                        let folder = tempfile::tempdir().unwrap();
+                        let sets: [&str; 8] = [
+                            &format!("memory.limit={limit}"),
+                            &format!("activation_checkpointing.mode={recompute}"),
+                            &format!("precision.compute={compute}"),
+                            &format!("memory.offload.optimizer={offload}"),
+                            &format!("run.directory='{}'", folder.path().display()),
+                            "training.micro_batch_size=1",
+                            "training.accumulation_steps=2",
+                            "compute.threads=1",
+                        ];
+                        let resolved = layers(layers_of, &sets).unwrap();
+                        let device = device::open(&resolved, None, None).unwrap();
+                        let room = Room::of(&resolved, &device).unwrap();
+                        let refused = |rows: usize| {
+                            let more = with_rows(&resolved, rows);
+                            let spec = model_spec(&more).unwrap();
+                            limit::check(&more, &spec, 0, &forecast(&more, 0).unwrap().1).is_err()
+                        };
+                        let Some(found) = largest_batch(&room, &resolved).unwrap() else {
+                            assert!(refused(1), "{sets:?}");
+                            continue;
+                        };
+                        let mut stepper = Stepper::new(&with_rows(&resolved, found.rows), None).unwrap();
+                        stepper.step().unwrap();
+                        let peak = stepper.device().pool().usage().peak_total();
+                        assert!(peak == found.bytes && peak <= room.device, "{sets:?}: {peak} {found:?}");
+                        assert!(found.bytes_of_next.unwrap() > room.device && refused(found.rows + 1), "{found:?}");
+                        tried += 1;
+                    }
+                }
+            }
+        }
+        assert!(tried >= 40, "{tried}");
     }
 
     #[test]

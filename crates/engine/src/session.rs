@@ -83,6 +83,9 @@ pub struct Session {
     pub time: std::result::Result<TimePrediction, String>,
     /// Progress of the run.
     pub state: RunState,
+    /// The step after which a sitting ends with a checkpoint and an evaluation, before the run's
+    /// own limit. The schedule stays that of the whole run.
+    pub until: Option<u64>,
 }
 
 impl Session {
@@ -325,6 +328,7 @@ impl Session {
             flops_per_token,
             time: Err("no profile of this machine: run `trainyard calibrate`".to_owned()),
             state,
+            until: None,
         })
     }
 

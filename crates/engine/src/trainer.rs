@@ -38,6 +38,8 @@ use trainyard_tensor::{Purpose, TensorError};
 pub enum Ending {
     /// The run reached its limit of steps, tokens or seconds.
     Complete,
+    /// The run reached the step of [`Session::until`], and can be resumed.
+    Paused,
     /// The run was asked to stop, and can be resumed.
     Interrupted,
 }
@@ -312,10 +314,14 @@ impl<'s> Run<'s> {
         const STEP: u64 = 0;
         const STEP_WITH_SNAPSHOT: u64 = 1;
         const COMPLETE: u64 = 2;
+        const INTERRUPTED: u64 = 3;
+        const PAUSED: u64 = 4;
         let next = if self.is_complete() {
             COMPLETE
         } else if is_asked_to_stop || self.is_stopped_by_spike {
-            COMPLETE + 1
+            INTERRUPTED
+        } else if self.session.until.is_some_and(|until| step >= until) {
+            PAUSED
         } else if self.snapshot_due() {
             STEP_WITH_SNAPSHOT
         } else {
@@ -337,6 +343,7 @@ impl<'s> Run<'s> {
         Ok(match next {
             STEP | STEP_WITH_SNAPSHOT => Next::Step { kind: self.kind(), snapshot: next == STEP_WITH_SNAPSHOT },
             COMPLETE => Next::End(Ending::Complete),
+            PAUSED => Next::End(Ending::Paused),
             _ => {
                 if let Some(rank) = self.session.world.stop_requested().filter(|&rank| rank > 0) {
                     self.progress.note(&format!("rank {rank} was asked to stop: stopping with a checkpoint"));
@@ -648,7 +655,7 @@ impl<'s> Run<'s> {
             }
             self.saved = (step, Instant::now());
         }
-        let evaluate = ending == Ending::Complete && self.evaluated != Some(step);
+        let evaluate = ending != Ending::Interrupted && self.evaluated != Some(step);
         if evaluate && !self.session.validation.is_empty() && !self.evaluate()? {
             ending = Ending::Interrupted;
         }

@@ -33,7 +33,7 @@ const ARROWS: [(&str, &[&str]); 21] = [
     ("dashboard", &["base"]),
     ("queue", &[]),
     ("observe", &["base", "program", "record", "sim", "plan"]),
-    ("tune", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine", "sim", "observe"]),
+    ("tune", &["base"]),
     ("compress", &["base", "tensor", "autograd", "model", "program", "comm", "data", "engine"]),
     (
         "cli",

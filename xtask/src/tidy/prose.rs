@@ -32,6 +32,7 @@ const PLAIN_PROSE_CRATES: &[&str] = &[
     "sim",
     "tensor",
     "testing",
+    "tune",
 ];
 /// Pages whose tables and paragraphs are short.
 const SHORT_PAGES: &[&str] = &[
@@ -57,6 +58,7 @@ const SHORT_PAGES: &[&str] = &[
     "docs/planning.md",
     "docs/programs.md",
     "docs/queue.md",
+    "docs/search.md",
     "docs/training.md",
 ];
 

@@ -38,6 +38,7 @@ pub mod tokenizer;
 pub mod top;
 pub mod trace;
 pub mod train;
+pub mod tune;
 
 use crate::output::note;
 use anyhow::{Context, Result};

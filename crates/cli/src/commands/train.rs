@@ -71,6 +71,10 @@ pub struct Args {
     /// % of the predicted run, at most 120. There are no trials for ranks that are processes.
     #[arg(long, value_name = "SECONDS", requires = "plan", value_parser = trial_seconds)]
     trial_seconds: Option<f64>,
+    /// End after this step with a checkpoint and an evaluation, before the run's own limit. The
+    /// schedule stays that of the whole run, which --resume goes on with.
+    #[arg(long, value_name = "STEP", value_parser = clap::value_parser!(u64).range(1..))]
+    until: Option<u64>,
     /// When a rank fails, restart from the newest checkpoint, up to N times. For ranks that are
     /// processes use `trainyard launch --max-restarts`, or `trainyard supervise` around mpirun or
     /// srun.
@@ -127,6 +131,7 @@ impl Args {
         self.trial_seconds.iter().for_each(|seconds| option("--trial-seconds", seconds.to_string().into()));
         self.resume.iter().for_each(|folder| option("--resume", folder.into()));
         self.checkpoint.iter().for_each(|choice| option("--checkpoint", choice.to_string().into()));
+        self.until.iter().for_each(|step| option("--until", step.to_string().into()));
         self.data.iter().for_each(|path| option("--data", path.into()));
         command.extend(self.dash.then(|| "--dash".into()));
         command.extend(self.change_model.then(|| "--change-model".into()));
@@ -150,14 +155,14 @@ pub fn run(args: &Args, process_start: Instant) -> Result<ExitCode> {
     let result = run_ranks(args, process_start);
     if let Some(file) = args.run_file.as_deref().filter(|_| is_first_process()) {
         let code = match &result {
-            Ok(Ending::Complete) => 0,
+            Ok(Ending::Complete | Ending::Paused) => 0,
             Ok(Ending::Interrupted) => EXIT_INTERRUPTED,
             Err(error) if is_fault(error) => supervise::EXIT_FAULT,
             Err(_) => 1,
         };
         supervise::write_exit_code(file, code).with_context(|| format!("cannot write {}", file.display()))?;
     }
-    Ok(if result? == Ending::Complete { ExitCode::SUCCESS } else { ExitCode::from(EXIT_INTERRUPTED) })
+    Ok(if result? == Ending::Interrupted { ExitCode::from(EXIT_INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 
 /// True if rank 0 is in this process.
@@ -245,6 +250,7 @@ fn train_rank(
         Some(going_on) => Session::resume(&going_on, world, say)?,
         None => Session::create(config, world, say)?,
     };
+    session.until = args.until;
     if let (true, Some(file)) = (is_first, &args.run_file) {
         supervise::write_run_file(file, &session.folder).map_err(|source| EngineError::File {
             what: "cannot write",
@@ -640,6 +646,7 @@ fn result(session: &Session, summary: &Summary) -> String {
     let mut text = match summary.ending {
         Ending::Complete => format!("done: {} steps", count(summary.steps)),
         Ending::Interrupted => format!("stopped after {} steps, with a checkpoint to go on from", count(summary.steps)),
+        Ending::Paused => format!("paused after {} steps, with a checkpoint to go on from", count(summary.steps)),
     };
     text += &format!(", {} tokens; {:.1} s of training\n", count(summary.tokens), summary.seconds);
     text += &early_end(summary.stopped_early.as_ref());
@@ -694,11 +701,11 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
     }
     text += "\n";
     let more = match summary.ending {
-        Ending::Interrupted => String::new(),
+        Ending::Interrupted | Ending::Paused => String::new(),
         Ending::Complete => longer(&session.resolved, summary.stopped_early.is_some()),
     };
     let rate = match summary.ending {
-        Ending::Interrupted => None,
+        Ending::Interrupted | Ending::Paused => None,
         Ending::Complete => rate_change(&session.state, &session.resolved.schedule_over(2 * summary.steps)),
     };
     let rate = rate.map_or(String::new(), |change| format!("             {change}\n"));

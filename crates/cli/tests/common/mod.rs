@@ -52,6 +52,7 @@ tokens_max = 512
 pub struct Folder(tempfile::TempDir);
 
 /// The exit code and output of a command.
+#[derive(Debug)]
 pub struct Ran {
     pub code: Option<i32>,
     pub stdout: String,
