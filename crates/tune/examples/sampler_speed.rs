@@ -1,6 +1,6 @@
 //! Times the choice of the next trial, for each sampler, after as many trials as are given (1,000):
-//! `cargo run --release -p trainyard-tune --example sampler_speed [TRIALS]`. Four keys of every kind,
-//! successive halving; the least and the median of twenty choices.
+//! `cargo run --release -p trainyard-tune --example sampler_speed [TRIALS]`. Four keys of every
+//! kind, successive halving; the least and the median of twenty choices.
 
 use std::time::Instant;
 use trainyard_tune::{Event, Next, Sampler, Search, Settings, Space, Study};

@@ -22,8 +22,8 @@ const CANDIDATES: usize = 24;
 const GOOD_MAX: usize = 25;
 /// Trials at full weight; those before count less, by their age.
 const RECENT: usize = 25;
-/// The narrowest kernel of n has this width over n + 2, or over a hundred if that is more. Twice it,
-/// as Optuna has, finds good regions as fast and the best of a region later (docs/LOG.md).
+/// The narrowest of n kernels has this width over n + 2, or over a hundred if n is large. Twice it,
+/// as Optuna has, finds good regions as fast, and later the best of a region (docs/LOG.md).
 const NARROWEST: f64 = 0.5;
 /// Most values of a key whose cells are integrated over. With more, cells are narrow beside the
 /// kernels, and the density in the middle of a cell stands for its mean.
@@ -184,8 +184,8 @@ impl Kernel {
     }
 }
 
-/// The widths of kernels at `places`: the larger distance to the neighbours on both sides, at most 1
-/// and no less than [`NARROWEST`] says.
+/// The widths of kernels at `places`: the larger distance to the neighbours on both sides, at most
+/// 1 and no less than [`NARROWEST`] says.
 fn widths(places: &[f64]) -> Vec<f64> {
     let n = places.len();
     let least = NARROWEST / 100f64.min(2.0 + n as f64);
