@@ -274,12 +274,12 @@ fn spent_until(goal: f64, mut study: Study, objective: Objective<'_>) -> Option<
 
 /// The tokens that a search with successive halving spends until it has the best of `trials` random
 /// full trainings, as a share of theirs; the mean of ten seeds.
-fn share_of_random(space: &Space, rungs: &[f64], trials: usize, objective: Objective<'_>) -> f64 {
+fn share_of_random(sampler: Sampler, space: &Space, rungs: &[f64], trials: usize, objective: Objective<'_>) -> f64 {
     let share = |seed| {
         let mut random = study(space, Search::Trials(Sampler::Random), trials, vec![1.0], 100 + seed);
         while advance(&mut random, objective) {}
         let goal = random.best().and_then(|best| best.loss_at(0)).unwrap();
-        let halving = study(space, Search::Trials(Sampler::Tpe), 400, rungs.to_vec(), seed);
+        let halving = study(space, Search::Trials(sampler), 400, rungs.to_vec(), seed);
         spent_until(goal, halving, objective).expect("400 trials are enough") / random.spent()
     };
     mean(&(0..10).map(share).collect::<Vec<_>>())
@@ -287,20 +287,26 @@ fn share_of_random(space: &Space, rungs: &[f64], trials: usize, objective: Objec
 
 /// Successive halving reaches the best of random full trainings for at most a third of their
 /// tokens: of a function, and of two tables of trainings. In the third table one training is far
-/// better than its neighbours, by chance, and is often the goal: halving needs 0.35 of the tokens
-/// there.
+/// better than its neighbours, by chance, and is often the goal: TPE needs 0.35 of the tokens there, and
+/// the Gaussian process does not always find it.
 #[test]
 fn halving_reaches_what_random_search_reaches_for_a_third() {
     let third = 1.0 / 3.0;
-    let curve = share_of_random(&space(RECIPE), &Settings::halving_rungs(4, 3), 60, &curve);
-    let mut shares = vec![("curve", curve, third)];
-    for (name, most) in TRAININGS.into_iter().zip([0.36, third, third]) {
-        let trainings = Trainings::named(name);
-        let objective = |values: &[String], share: f64| trainings.loss(values, share);
-        shares.push((name, share_of_random(&trainings.space, &TRAININGS_RUNGS, 48, &objective), most));
+    for (sampler, limits) in [
+        (Sampler::Tpe, [Some(0.36), Some(third), Some(third)]),
+        (Sampler::GaussianProcess, [None, Some(third), Some(third)]),
+    ] {
+        let rungs = Settings::halving_rungs(4, 3);
+        let mut shares = vec![("curve", share_of_random(sampler, &space(RECIPE), &rungs, 60, &curve), third)];
+        for (name, most) in TRAININGS.into_iter().zip(limits).filter_map(|(name, most)| Some((name, most?))) {
+            let trainings = Trainings::named(name);
+            let objective = |values: &[String], share: f64| trainings.loss(values, share);
+            let share = share_of_random(sampler, &trainings.space, &TRAININGS_RUNGS, 48, &objective);
+            shares.push((name, share, most));
+        }
+        println!("{sampler:?}: shares of random search's tokens, and limits: {shares:.3?}");
+        assert!(shares.iter().all(|(_, share, most)| share < most), "{sampler:?}: {shares:?}");
     }
-    println!("shares of random search's tokens, and limits: {shares:.3?}");
-    assert!(shares.iter().all(|(_, share, most)| share < most), "{shares:?}");
 }
 
 #[test]
@@ -373,6 +379,20 @@ fn every_point_of_a_small_space_is_tried_once() {
         assert_eq!((all.len(), n), (12, 12), "{sampler:?}");
         let best = study.space.values(&study.best().unwrap().point);
         assert!(best[0] == "1" && best[1] != "q");
+    }
+}
+
+/// Trials that paused early count too, so their settings are not tried again.
+#[test]
+fn settings_of_paused_trials_are_not_tried_again() {
+    let space = space(RECIPE);
+    for sampler in [Sampler::Tpe, Sampler::GaussianProcess, Sampler::Genetic] {
+        let mut study = study(&space, Search::Trials(sampler), 40, Settings::halving_rungs(3, 3), 4);
+        while advance(&mut study, &curve) {}
+        let mut all: Vec<Vec<String>> = study.trials().iter().map(|trial| study.space.values(&trial.point)).collect();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), 40, "{sampler:?}");
     }
 }
 

@@ -10,8 +10,9 @@
 //! along numbers, and value by value along the other keys.
 //!
 //! With successive halving, the process models the losses of the highest rung that enough trials
-//! have reached. Trials that run are taken to end at their predicted loss (kriging believer;
-//! Ginsbourger et al. 2010), so that trials that run together differ.
+//! have reached; those that paused below it count as the worst there. Trials that run are taken to
+//! end at their predicted loss (kriging believer; Ginsbourger et al. 2010), so that trials that run
+//! together differ.
 
 use super::{FIRST, Observation, Standing, random, sobol};
 use crate::descent::{Limits, dot, minimise};
@@ -237,6 +238,8 @@ fn results(space: &Space, trials: &[Observation<'_>], most: usize) -> (Vec<Vec<f
         .enumerate()
         .filter_map(|(index, trial)| match trial.standing {
             Standing::Failed => Some((index, f64::INFINITY)),
+            // It did not go on, so it is worse than those that did.
+            Standing::Reached(reached, _) if reached < rung => Some((index, f64::INFINITY)),
             _ => Some((index, trial.loss_at(rung)?)),
         })
         .collect();
