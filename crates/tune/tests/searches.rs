@@ -287,8 +287,8 @@ fn share_of_random(sampler: Sampler, space: &Space, rungs: &[f64], trials: usize
 
 /// Successive halving reaches the best of random full trainings for at most a third of their
 /// tokens: of a function, and of two tables of trainings. In the third table one training is far
-/// better than its neighbours, by chance, and is often the goal: TPE needs 0.35 of the tokens there, and
-/// the Gaussian process does not always find it.
+/// better than its neighbours, by chance, and is often the goal: TPE needs 0.35 of the tokens
+/// there, and the Gaussian process does not always find it.
 #[test]
 fn halving_reaches_what_random_search_reaches_for_a_third() {
     let third = 1.0 / 3.0;
