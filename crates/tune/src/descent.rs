@@ -20,13 +20,12 @@ pub struct Limits {
     pub slope: f64,
 }
 
+/// A function that returns a value and its gradient at a place, or None where it has no value.
+type Function<'f> = dyn FnMut(&[f64]) -> Option<(f64, Vec<f64>)> + 'f;
+
 /// The least value found from `start` on, and its place. `function` returns a value and its
 /// gradient, or None where it has no value. None if it has none at the start.
-pub fn minimise(
-    start: &[f64],
-    limits: Limits,
-    function: &mut dyn FnMut(&[f64]) -> Option<(f64, Vec<f64>)>,
-) -> Option<(f64, Vec<f64>)> {
+pub fn minimise(start: &[f64], limits: Limits, function: &mut Function<'_>) -> Option<(f64, Vec<f64>)> {
     let n = start.len();
     let Limits { low, high, .. } = limits;
     let mut place: Vec<f64> = start.iter().map(|x| x.clamp(low, high)).collect();
@@ -47,7 +46,7 @@ pub fn minimise(
         let slopes = free(&gradient);
         let steepest = slopes.iter().fold(0.0, |most: f64, slope| most.max(slope.abs()));
         // Also ends where a slope is not a number.
-        if !(steepest > limits.slope) {
+        if steepest.is_nan() || steepest <= limits.slope {
             break;
         }
         let step: Vec<f64> = match &inverse {
@@ -82,7 +81,7 @@ fn search(
     gradient: &[f64],
     step: &[f64],
     limits: Limits,
-    function: &mut dyn FnMut(&[f64]) -> Option<(f64, Vec<f64>)>,
+    function: &mut Function<'_>,
 ) -> Option<(Vec<f64>, f64, Vec<f64>)> {
     (0..HALVINGS).find_map(|halvings| {
         let share = 0.5f64.powi(halvings as i32);
@@ -98,7 +97,7 @@ fn search(
 fn update(inverse: &mut Option<Vec<f64>>, moved: &[f64], turned: &[f64]) {
     let n = moved.len();
     let curvature = dot(moved, turned);
-    if !(curvature > 1e-12) {
+    if curvature.is_nan() || curvature <= 1e-12 {
         return;
     }
     let h = inverse.get_or_insert_with(|| {

@@ -125,8 +125,7 @@ impl Domain {
             Domain::Whole { low, high, log } => (low as f64, high as f64, log),
             Domain::Choice { .. } => return Ok(self),
         };
-        // Also refuses bounds that are not finite.
-        if !(low < high) {
+        if low.is_nan() || high.is_nan() || low >= high {
             return Err(error(place, format!("the range {low}..{high} is empty: the lower end comes first")));
         }
         if log && low <= 0.0 {

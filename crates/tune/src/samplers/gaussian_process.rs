@@ -473,8 +473,7 @@ fn cholesky(mut a: Vec<f64>, n: usize) -> Option<Vec<f64>> {
             row[j] = (row[j] - dot(&row[..j], &above[j * n..j * n + j])) / above[j * n + j];
         }
         let rest = row[i] - dot(&row[..i], &row[..i]);
-        // Also false for NaN.
-        if !(rest > 1e-12) {
+        if rest.is_nan() || rest <= 1e-12 {
             return None;
         }
         row[i] = rest.sqrt();
