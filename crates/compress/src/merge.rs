@@ -254,7 +254,7 @@ fn slerp(tensors: &[&[f32]], weights: &[f64], out: &mut [f32]) {
     }
     let cosine = product / (of_a.sqrt() * of_b.sqrt());
     // As mergekit has it: beyond this the sine is too small to divide by.
-    let straight = !(cosine.abs() <= 0.9995);
+    let straight = cosine.is_nan() || cosine.abs() > 0.9995;
     let angle = cosine.clamp(-1.0, 1.0).acos();
     let [s, t] = match straight {
         true => [1.0 - share, share],

@@ -108,7 +108,7 @@ pub fn quantise(
             let whole = group == columns;
             let round = |_: &(), row: &mut Row, place: Place<'_>| {
                 let number = place.column / group;
-                if place.column % group == 0 && !whole {
+                if place.column.is_multiple_of(group) && !whole {
                     // The weights have moved since the scales were taken.
                     row.scales[number] = grid.scale(&place.rest[..group]);
                 }
