@@ -185,6 +185,9 @@ struct Planner<'a> {
     grid: &'a [(i64, i64)],
 }
 
+/// The cost of a core-second in each slot, and notes.
+type Costs = (Vec<f64>, Vec<String>);
+
 impl Planner<'_> {
     /// The curve of a file.
     fn curve(&self, file: &Path) -> Result<&Curve, String> {
@@ -194,7 +197,7 @@ impl Planner<'_> {
 
     /// The cost of a core-second in each slot, and notes. With two curves each is divided by its
     /// mean, and both count the same. None without a curve.
-    fn costs(&self) -> Result<Option<(Vec<f64>, Vec<String>)>, String> {
+    fn costs(&self) -> Result<Option<Costs>, String> {
         let request = &self.job.request;
         let mut notes = Vec::new();
         let mut costs: Option<Vec<f64>> = None;
