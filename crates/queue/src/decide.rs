@@ -517,8 +517,9 @@ mod tests {
         let mut job = job(1, shapes(&[(1, 1.0)]));
         running(&mut job, 0);
         (job.request.idle_below, job.since) = (Some(20.0), MIDNIGHT);
-        let ask =
-            |job: &Job, now: i64, machine: &Machine| interrupts(&decide(now, &[job.clone()], &Curves::new(), machine));
+        let ask = |job: &Job, now: i64, machine: &Machine| {
+            interrupts(&decide(now, std::slice::from_ref(job), &Curves::new(), machine))
+        };
         assert_eq!(ask(&job, MIDNIGHT, &machine(1)), Vec::<i64>::new());
         assert_eq!(ask(&job, MIDNIGHT, &Machine { others: Some(30.0), ..machine(1) }), [1]);
         job.request.idle_below = None;

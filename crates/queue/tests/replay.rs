@@ -154,7 +154,7 @@ fn replay(curve: &Curve, what: Known, from: i64, work: f64, seed: u64) -> Replay
             }
             if job.done >= work * (1.0 - 1e-12) {
                 ends = Some(at + used_s as i64);
-            } else if random.next() % TICKS_PER_KILL == 0 {
+            } else if random.next().is_multiple_of(TICKS_PER_KILL) {
                 kills += 1;
                 (job.state, job.process, job.done) = (State::Waiting, None, saved);
             }

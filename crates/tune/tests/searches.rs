@@ -89,7 +89,10 @@ const HARTMANN: &[&str] = &["h.a=0..1", "h.b=0..1", "h.c=0..1", "h.d=0..1", "h.e
 const RECIPE: &[&str] =
     &["r.rate=log:1e-5..1", "r.decay=log:1e-4..1", "r.batch=logint:8..128", "r.kind=cosine|linear|wsd"];
 
-const OBJECTIVES: [(&str, &[&str], fn(&[String], f64) -> f64, f64); 3] = [
+/// Its name, its space, the function of settings and budget, and its least value.
+type Case = (&'static str, &'static [&'static str], fn(&[String], f64) -> f64, f64);
+
+const OBJECTIVES: [Case; 3] = [
     ("branin", BRANIN, branin, 0.397_887_357_7),
     ("hartmann", HARTMANN, hartmann, -3.322_37),
     ("recipe", RECIPE, recipe, 1.9),

@@ -340,7 +340,7 @@ impl Tuning {
             folder.copy_from(&Folder::of(&self.folder, parent), step)?;
         }
         let base = self.folder.join(BASE);
-        let from = known.parent.is_some().then(|| study.space.sets(&known.point)).unwrap_or_default();
+        let from = if known.parent.is_some() { study.space.sets(&known.point) } else { Vec::new() };
         let log = self.folder.join(format!("{}.log", folder.name()));
         children.start(Start { trial, folder: &folder, config: Some(&base), sets: &sets, changed: &from, until, log })
     }
