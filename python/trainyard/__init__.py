@@ -1,15 +1,18 @@
 """Trainyard from Python: plans, diagnoses, runs and token files.
 
-The program ``trainyard`` does the work; the wheel installs it beside this module. Functions start it
-and return what it prints as JSON, as dictionaries and lists. ``frame`` makes data frames of them.
+The program ``trainyard`` does the work; the wheel installs it beside this module. Functions start
+it and return the JSON that it prints, as dictionaries and lists. ``frame`` makes data frames of
+them.
 
     >>> import trainyard
-    >>> answer = trainyard.plan(model="llama-8b", cluster="1x8xH100", global_batch=64, sequence_length=8192)
+    >>> answer = trainyard.plan(
+    ...     model="llama-8b", cluster="1x8xH100", global_batch=64, sequence_length=8192
+    ... )
     >>> answer["plans"][0]["layout"]
 
-Keyword arguments are the options of the command of the same name, with underscores: ``global_batch=64``
-is ``--global-batch 64``, ``runnable=True`` is ``--runnable``, and a list repeats the option. ``settings``
-is a dictionary of keys of the configuration: each is a ``--set``.
+Keyword arguments are the options of the command of the same name, with underscores:
+``global_batch=64`` is ``--global-batch 64``, ``runnable=True`` is ``--runnable``, and a list repeats
+the option. ``settings`` is a dictionary of keys of the configuration: each is a ``--set``.
 """
 
 from ._program import TrainyardError, executable

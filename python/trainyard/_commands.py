@@ -8,8 +8,8 @@ DOCTOR_CODES = (0, 3, 4)
 
 
 def plan(config=None, *, settings=None, **named):
-    """The best plans for a model on a cluster: a dictionary with `plans` (the best first), `reasons`
-    and what the answer rests on.
+    """The best plans for a model on a cluster: a dictionary with `plans` (the best first), the
+    `reasons`, and the `basis` of the prediction.
 
     `config` is a configuration file; without one, name `model`, `global_batch` and
     `sequence_length`. Other arguments are the options of `trainyard plan`, such as

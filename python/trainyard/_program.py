@@ -19,12 +19,13 @@ class TrainyardError(Exception):
 
 
 def executable():
-    """The path of the program: what the variable ``TRAINYARD`` names, else the program that was
+    """The path of the program: that in the variable ``TRAINYARD``, else the program that was
     installed beside this Python, else the first on the path."""
     named = os.environ.get("TRAINYARD")
     if named:
         return named
-    folders = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", f"{os.name}_user"), Path(sys.executable).parent]
+    of_python = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", f"{os.name}_user")]
+    folders = [*of_python, Path(sys.executable).parent]
     found = shutil.which("trainyard", path=os.pathsep.join(map(str, folders))) or shutil.which("trainyard")
     if found is None:
         raise FileNotFoundError(
@@ -59,7 +60,7 @@ def toml(value):
 
 
 def run(*arguments, good=(0,), echo=False):
-    """Runs the program and returns what it wrote to standard output. With ``echo``, the output also
+    """Runs the program and returns its standard output. With ``echo``, the output also
     appears as it is written. Exit codes other than ``good`` raise ``TrainyardError``."""
     command = [executable(), *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=None if echo else subprocess.PIPE, text=True) as child:
@@ -73,10 +74,11 @@ def run(*arguments, good=(0,), echo=False):
         else:
             output, said = child.communicate()
     if child.returncode not in good:
-        raise TrainyardError(said.strip().removeprefix("error: ") or f"`{' '.join(command)}` ended with exit code {child.returncode}", child.returncode)
+        ended = f"`{' '.join(command)}` ended with exit code {child.returncode}"
+        raise TrainyardError(said.strip().removeprefix("error: ") or ended, child.returncode)
     return output
 
 
 def run_json(*arguments, good=(0,)):
-    """Runs the program with ``--json`` and returns what it printed."""
+    """Runs the program with ``--json`` and returns the parsed output."""
     return json.loads(run(*arguments, "--json", good=good))

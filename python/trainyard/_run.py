@@ -56,7 +56,7 @@ class Run:
         return run_json("eval", self.folder, *options(None, data=data, **named))
 
     def generate(self, prompt="", **named):
-        """The continuation of `prompt`; options such as `tokens=100`, `temperature=0.8`, `seed=0`."""
+        """The continuation of `prompt`. Options: `tokens=100`, `temperature=0.8`, `seed=0`, ..."""
         return run("generate", self.folder, *options(None, prompt=prompt, **named))
 
     def export(self, out, **named):

@@ -10,7 +10,7 @@ _FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
 
 class TokenFile:
-    """A token file, mapped into memory: `file[a:b]` are tokens, `file.documents` their stretches."""
+    """A token file, mapped into memory: `file[a:b]` are tokens, `file.documents` their ranges."""
 
     def __init__(self, path):
         prefix = str(path)

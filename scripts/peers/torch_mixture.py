@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Times a training step of transformers' Mixtral: 13.5 million parameters, 4 x 256 tokens, f32, AdamW.
+"""Times a training step of transformers' Mixtral: 13.5 million parameters, 4 x 256 tokens, f32.
 
     .venv-peers/bin/pip install torch transformers
     .venv-peers/bin/python scripts/peers/torch_mixture.py [THREADS]
 
-Prints the median step in milliseconds for each implementation of experts that transformers has, plain and
-compiled. `trainyard train` on the same shape (docs/experts.md, "Speed") is timed beside it.
+Prints the median step with AdamW in milliseconds, by two of transformers' implementations of
+experts, plain and compiled. `trainyard train` on the same shape is timed beside it (docs/experts.md).
 """
 
 import statistics

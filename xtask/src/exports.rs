@@ -9,7 +9,7 @@
 //! tests; those hold the round trips.
 
 use crate::bench::measure::{figure, output};
-use crate::bench::{program, target_folder};
+use crate::bench::{environment, program, target_folder};
 use anyhow::{Context, Result};
 use clap::Args;
 use serde_json::{Value, json};
@@ -64,7 +64,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     let program = options.program.clone().map_or_else(|| program(root), Ok)?;
     let folder = target_folder(root).join("exports");
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let python = options.python.clone().map_or_else(|| environment(&folder), Ok)?;
+    let python = options.python.clone().map_or_else(|| environment(&folder.join("venv"), &PACKAGES, "--python"), Ok)?;
     let mut manifest = Vec::new();
     let mut met = true;
     for form in FORMS {
@@ -112,20 +112,6 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
         if met { "met" } else { "MISSED" }
     );
     Ok(met)
-}
-
-/// The Python of an environment with the trainers, made if it is not there.
-fn environment(folder: &Path) -> Result<PathBuf> {
-    let home = folder.join("venv");
-    let python = home.join("bin/python");
-    let log = folder.join("install.log");
-    if !home.join("complete").exists() {
-        output(Command::new("python3").args(["-m", "venv"]).arg(&home), &log)?;
-        println!("installing {} and PyTorch: some gigabytes", PACKAGES.join(", "));
-        output(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(PACKAGES), &log)?;
-        std::fs::write(home.join("complete"), "")?;
-    }
-    Ok(python)
 }
 
 /// Writes up to `missing` plans of a case in `form`, and reads each again.

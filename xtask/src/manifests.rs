@@ -7,7 +7,7 @@
 //! megabytes, and is therefore no part of the tests; those hold the texts.
 
 use crate::bench::measure::output;
-use crate::bench::target_folder;
+use crate::bench::{environment, target_folder};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -45,7 +45,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     let program = crate::slurm::program(root, options.program.as_deref())?;
     let folder = target_folder(root).join("manifests");
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let python = options.python.clone().map_or_else(|| environment(&folder), Ok)?;
+    let python = options.python.clone().map_or_else(|| environment(&folder.join("venv"), &PACKAGES, "--python"), Ok)?;
     std::fs::write(folder.join("text.txt"), "to be or not to be, that is the question. ".repeat(200))?;
     std::fs::write(folder.join("c.toml"), crate::slurm::config("manifests", 9))?;
     let (mut files, mut spoilt) = (Vec::new(), Vec::new());
@@ -81,18 +81,4 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
         if is_met { "met" } else { "MISSED" }
     );
     Ok(is_met)
-}
-
-/// The Python of an environment with the packages, made if it is not there.
-fn environment(folder: &Path) -> Result<PathBuf> {
-    let home = folder.join("venv");
-    let python = home.join("bin/python");
-    let log = folder.join("install.log");
-    if !home.join("complete").exists() {
-        output(Command::new("python3").args(["-m", "venv"]).arg(&home), &log)?;
-        println!("installing {}", PACKAGES.join(", "));
-        output(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(PACKAGES), &log)?;
-        std::fs::write(home.join("complete"), "")?;
-    }
-    Ok(python)
 }

@@ -34,7 +34,7 @@ const MARGIN_S: u64 = 30;
 const TRIAL_STEPS: u64 = 300;
 /// Time limit for the whole of a submission.
 const PATIENCE: Duration = Duration::from_secs(1500);
-/// What is needed.
+/// The programs of Slurm and munge that the chore runs.
 const PROGRAMS: [&str; 6] = ["munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol"];
 
 /// Runs all of it; false if the run does not end as it should.
@@ -114,7 +114,7 @@ pub fn config(name: &str, steps: u64) -> String {
     )
 }
 
-/// Where a program lies: daemons are not always on the path.
+/// The path of a program. Folders of daemons are searched too, which are not always on the path.
 fn find(name: &str) -> Option<PathBuf> {
     let path = std::env::var("PATH").unwrap_or_default();
     let folders = path.split(':').chain(["/usr/sbin", "/sbin"]);

@@ -4,7 +4,7 @@
 //! maturin from PyPI builds it. The tests in `crates/cli/tests/docs.rs` run the same code without a
 //! wheel; here the program and the module are those that the wheel installed.
 
-use crate::bench::environment;
+use crate::bench::{environment, target_folder};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::Path;
@@ -25,7 +25,7 @@ pub struct Options {
 
 /// Builds, installs and tests the wheel. True if all of it succeeded.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    let target = root.join("target");
+    let target = target_folder(root);
     let maturin = match std::env::var_os(PYTHON_VARIABLE) {
         Some(python) => python.into(),
         None => environment(&target.join("wheel-venv"), &PACKAGES, PYTHON_VARIABLE)?,

@@ -6,8 +6,8 @@ use std::thread;
 /// The share of the mean of the diagonal that is added to it (Frantar et al. 2023, section 3.3).
 pub const DAMPING: f64 = 0.01;
 
-/// The upper triangular R, [k, k] row-major, with `RᵀR = (H + λ I)⁻¹`, where H are the `products`
-/// of a layer's inputs and λ is [`DAMPING`] times the mean of its diagonal. An input that is always
+/// The upper triangular R, [k, k] row-major, with `RᵀR = (H + λ I)⁻¹`. H are the `products` of
+/// a layer's inputs, and λ is [`DAMPING`] times the mean of its diagonal. An input that is always
 /// 0 counts as 1 by itself.
 ///
 /// With U upper triangular and `U Uᵀ = H`, R is the inverse of U: one factorisation from the last

@@ -5,7 +5,7 @@ use trainyard_tensor::Tensor;
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::cpu::gemm::{Accumulate, MatRef, weight_gradient};
 
-/// What a method has to know of the inputs of a layer.
+/// The sums over a layer's inputs that a method needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Needs {
     /// Nothing.

@@ -6,7 +6,7 @@
 //! | slerp | the point on the arc from one model's tensor to the other's (Shoemake 1985) |
 //! | task | `b + λ Σ w (x - b)` (Ilharco et al. 2023) |
 //! | ties | `b + λ` times the mean of the largest changes that agree in sign (Yadav et al. 2023) |
-//! | dare | `b + λ Σ w d`, where changes are dropped at random and the others grow (Yu et al. 2024) |
+//! | dare | `b + λ Σ w d`, some changes dropped at random, the others enlarged (Yu et al. 2024) |
 //!
 //! x are the models' tensors, w their weights, b the tensor of the model that they were tuned from.
 //! Each tensor of the files is merged by itself, so that one unit of each model is in memory.

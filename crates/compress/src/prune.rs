@@ -3,8 +3,8 @@
 //!
 //! A method scores weights and zeroes those with the lowest scores. Magnitude scores |w| and
 //! compares all weights of a matrix. Wanda scores |w| times the norm of the weight's inputs and
-//! compares the weights of a row. SparseGPT scores w² / R_jj², compares all rows of a block of 128
-//! columns, and moves the other weights so that outputs change least. With a pattern N:M, all
+//! compares the weights of a row. SparseGPT scores w² / R_jj², compares all rows of a block of
+//! 128 columns, and moves the other weights so that outputs change least. With a pattern N:M, all
 //! methods compare M neighbours of a row and keep N.
 
 use crate::error::refuse;

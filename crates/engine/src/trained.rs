@@ -181,7 +181,7 @@ fn open_hugging_face(
 /// read.
 ///
 /// # Errors
-/// If it is neither; a configuration that is not supported; no tokenizer.
+/// `folder` is neither, its configuration is not supported, or it has no tokenizer.
 pub fn open_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<(ModelSpec, Tokenizer)> {
     let unreadable = |error: std::io::Error| {
         let absent = if folder.exists() { String::new() } else { place_of(folder, &error) };

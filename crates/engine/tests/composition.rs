@@ -228,7 +228,7 @@ fn shards_stages_offload_and_checkpointing_change_no_bit_of_mixtures() {
     }
 }
 
-/// Where tokens went is counted once on each rank, whatever runs again.
+/// Each rank counts the ways of its tokens once, whatever runs again.
 #[test]
 fn ranks_agree_on_the_balance_of_experts_and_its_bias_moves_against_it() {
     let routed = |text: &str| {

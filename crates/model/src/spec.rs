@@ -146,6 +146,26 @@ pub struct ExpertsSpec {
 }
 
 impl ExpertsSpec {
+    /// Experts in every layer, chosen by a softmax whose best `top_k` scores are normalised, and
+    /// balanced by the auxiliary loss: Mixtral's.
+    pub fn softmax(experts: usize, top_k: usize, ffn_dim: usize) -> ExpertsSpec {
+        ExpertsSpec {
+            experts,
+            top_k,
+            ffn_dim,
+            shared_ffn_dim: 0,
+            gate: Gate::Softmax,
+            normalise: true,
+            scale: 1.0,
+            selection_bias: false,
+            dense_layers: Vec::new(),
+            auxiliary_loss: 0.001,
+            z_loss: 0.0,
+            bias_update_rate: 0.0,
+            capacity_factor: None,
+        }
+    }
+
     fn validate(&self, layers: usize) -> Result<()> {
         let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
         let ExpertsSpec { experts, top_k, ffn_dim, shared_ffn_dim, .. } = *self;

@@ -43,7 +43,7 @@ pub struct Forward<'a> {
     /// Keys and values of earlier tokens, for generation. The batch is then one sequence that
     /// continues them.
     pub cache: Option<&'a mut KvCache>,
-    /// Where mixtures of experts record the ways of their tokens.
+    /// The record to which mixtures of experts add the ways of their tokens.
     pub routing: Option<&'a mut RoutingRecord>,
 }
 

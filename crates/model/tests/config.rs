@@ -49,6 +49,19 @@ fn presets_round_trip_through_config_json_and_toml_shaped_serde() {
     }
 }
 
+/// A null once stood for the default of a file without the key.
+#[test]
+fn a_null_number_of_key_and_value_heads_is_that_of_query_heads() {
+    let kv_heads = |model_type: &str, kv: &str| {
+        let config = format!("{{\"model_type\": \"{model_type}\", \"num_attention_heads\": 64{kv}}}");
+        hf::from_config_json(&config).unwrap().spec.kv_heads
+    };
+    for (model_type, default) in [("llama", 64), ("qwen2", 32), ("qwen3", 32)] {
+        let found = [kv_heads(model_type, ""), kv_heads(model_type, ", \"num_key_value_heads\": null")];
+        assert_eq!(found, [default, 64], "{model_type}");
+    }
+}
+
 /// Qwen2 is the one class with biases on queries, keys and values alone, and transformers splits
 /// text for it by a class of its own: what was not Qwen2 goes out as a Llama whose other bias is
 /// zero.

@@ -12,7 +12,7 @@
 use crate::curve::Curve;
 use crate::decide::{Action, Curves, Decision, decide};
 use crate::job::{Job, Shape, State, Unit};
-use crate::machine::{Machine, Ticks, others, pressures, ticks};
+use crate::machine::{Machine, Ticks, others, pressures};
 use crate::process::{self, Files};
 use crate::progress;
 use crate::store::{Store, local_offset};
@@ -392,10 +392,7 @@ impl<'a> Daemon<'a> {
             return machine;
         }
         let groups: Vec<u32> = jobs.iter().filter_map(|job| Some(job.process?.pid)).collect();
-        let look = || {
-            let all = ticks(&std::fs::read_to_string("/proc/stat").ok()?)?;
-            Some((Instant::now(), all, process::ticks_of(&groups)))
-        };
+        let look = || Some((Instant::now(), Ticks::now()?, process::ticks_of(&groups)));
         let before = self.looked.filter(|(at, ..)| at.elapsed() >= LOOK_MIN).or_else(|| {
             let first = look();
             std::thread::sleep(LOOK_MIN);

@@ -222,7 +222,7 @@ impl Planner<'_> {
         Ok(costs.map(|costs| (costs, notes)))
     }
 
-    /// Why the job cannot run in the present slot.
+    /// The reason for which the job cannot run in the present slot; None if it can.
     fn blocked(&self) -> Option<String> {
         let job = self.job;
         if self.now < job.not_before {

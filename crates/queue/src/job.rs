@@ -128,7 +128,7 @@ pub struct Job {
     pub id: i64,
     /// The request.
     pub request: Request,
-    /// When it was added.
+    /// Time at which it was added.
     pub added: i64,
     /// Its state.
     pub state: State,
@@ -152,9 +152,9 @@ pub struct Job {
     pub measured: Vec<(usize, f64)>,
     /// Measured seconds of work that a start loses.
     pub start_s: Option<f64>,
-    /// How often it was started.
+    /// Number of its starts.
     pub starts: u32,
-    /// How often in a row it crashed without progress.
+    /// Number of crashes in a row without progress.
     pub crashes: u32,
     /// It is not started before this time.
     pub not_before: i64,

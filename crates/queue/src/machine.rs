@@ -4,8 +4,8 @@
 //! processes. Pressure stall information (`/proc/pressure`) is the share of time in which tasks
 //! wait for a core, memory or the disk (Linux, "PSI - Pressure Stall Information").
 
+use procfs::{CpuPressure, Current, CurrentSI, IoPressure, MemoryPressure};
 use std::collections::BTreeMap;
-use std::path::Path;
 
 /// Pressure above this percentage keeps an idle job from starting.
 pub const PRESSURE_MAX: f64 = 10.0;
@@ -23,7 +23,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Why a job must not run now that asks for others below `bound` percent; None if it may.
+    /// The reason for which a job that asks for others below `bound` percent must not run now; None
+    /// if it may.
     ///
     /// A job that is to start needs others below half of the bound, so that it is not stopped at
     /// once. Its own threads and writes make pressure, so for one that runs only memory counts.
@@ -50,56 +51,25 @@ pub struct Ticks {
     pub all: u64,
 }
 
-/// The ticks of `/proc/stat`.
-pub fn ticks(stat: &str) -> Option<Ticks> {
-    let line = stat.lines().next()?.strip_prefix("cpu ")?;
-    // user nice system idle iowait irq softirq steal; guest time is counted in user and nice.
-    let fields: Vec<u64> = line.split_whitespace().take(8).map(|field| field.parse().ok()).collect::<Option<_>>()?;
-    let [user, nice, system, idle, iowait, irq, softirq, steal] = fields[..] else { return None };
-    let busy = user + nice + system + irq + softirq + steal;
-    Some(Ticks { busy, all: busy + idle + iowait })
-}
-
-/// Fields of `/proc/PID/stat` that matter here.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ProcessStat {
-    /// Its state: `R`, `S`, `Z` and others.
-    pub state: char,
-    /// Its process group.
-    pub group: u32,
-    /// Ticks that it and the children that it waited for have used.
-    pub ticks: u64,
-    /// Its start, in ticks since the machine's start.
-    pub started: u64,
-}
-
-/// Reads `/proc/PID/stat`.
-pub fn process_stat(text: &str) -> Option<ProcessStat> {
-    // The second field is the command in parentheses, which may hold spaces and parentheses.
-    let rest = &text[text.rfind(')')? + 1..];
-    let fields: Vec<&str> = rest.split_whitespace().collect();
-    let number = |index: usize| fields.get(index)?.parse::<u64>().ok();
-    let signed = |index: usize| fields.get(index)?.parse::<i64>().ok();
-    // Counted from the state, which is field 3.
-    let children = (signed(13)?.max(0) + signed(14)?.max(0)) as u64;
-    Some(ProcessStat {
-        state: fields.first()?.chars().next()?,
-        group: u32::try_from(number(2)?).ok()?,
-        ticks: number(11)? + number(12)? + children,
-        started: number(19)?,
-    })
-}
-
-/// The percentage of `some avg10` in a file of `/proc/pressure`.
-pub fn pressure(text: &str) -> Option<f64> {
-    let line = text.lines().find(|line| line.starts_with("some "))?;
-    line.split_whitespace().find_map(|field| field.strip_prefix("avg10="))?.parse().ok()
+impl Ticks {
+    /// The ticks up to now. None where the kernel does not tell.
+    pub fn now() -> Option<Ticks> {
+        let cpu = procfs::KernelStats::current().ok()?.total;
+        // Guest time is counted in user and nice.
+        let served: u64 = [cpu.irq, cpu.softirq, cpu.steal].into_iter().flatten().sum();
+        let busy = cpu.user + cpu.nice + cpu.system + served;
+        Some(Ticks { busy, all: busy + cpu.idle + cpu.iowait.unwrap_or(0) })
+    }
 }
 
 /// The pressure of this machine.
 pub fn pressures() -> BTreeMap<&'static str, f64> {
-    let read = |what: &str| pressure(&std::fs::read_to_string(Path::new("/proc/pressure").join(what)).ok()?);
-    ["cpu", "memory", "io"].into_iter().filter_map(|what| Some((what, read(what)?))).collect()
+    let some = [
+        ("cpu", CpuPressure::current().map(|pressure| pressure.some)),
+        ("memory", MemoryPressure::current().map(|pressure| pressure.some)),
+        ("io", IoPressure::current().map(|pressure| pressure.some)),
+    ];
+    some.into_iter().filter_map(|(what, record)| Some((what, f64::from(record.ok()?.avg10)))).collect()
 }
 
 /// The percentage of all cores that others used between two looks, of which `own` ticks were the
@@ -115,18 +85,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_files_are_read() {
-        let stat = "cpu  100 5 50 800 20 3 2 1 7 0\ncpu0 1 2 3\n";
-        assert_eq!(ticks(stat), Some(Ticks { busy: 161, all: 981 }));
-        assert_eq!(ticks("cpux"), None);
-        let text = "77 (a) b (c)) S 1 70 70 0 -1 4194560 1 2 3 4 11 12 13 14 20 0 3 0 4242 1 2 3";
-        let expected = ProcessStat { state: 'S', group: 70, ticks: 50, started: 4242 };
-        assert_eq!(process_stat(text), Some(expected));
-        assert_eq!(process_stat("77 (a"), None);
-        let text = "some avg10=1.50 avg60=0.00 avg300=0.00 total=1\nfull avg10=9.00 avg60=0.00 avg300=0.00 total=0\n";
-        assert_eq!(pressure(text), Some(1.5));
-        let own = std::fs::read_to_string("/proc/self/stat").unwrap();
-        assert!(process_stat(&own).unwrap().started > 0);
+    fn this_machine_is_read() {
+        let ticks = Ticks::now().unwrap();
+        assert!(0 < ticks.busy && ticks.busy < ticks.all, "{ticks:?}");
+        assert!(pressures().values().all(|share| (0.0..=100.0).contains(share)));
     }
 
     #[test]

@@ -7,7 +7,7 @@
 
 use crate::QueueError;
 use crate::job::Process;
-use crate::machine::process_stat;
+use procfs::process::Stat;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::Write;
@@ -81,12 +81,12 @@ pub fn start(mut command: Command, log: &Path, line: &str) -> Result<Option<(Chi
         command.spawn().map_err(|error| QueueError::Start(format!("{}: {error}", Path::new(&program).display())))?;
     let pid = child.id();
     // The child is not waited for yet, so its number is its own.
-    let started = stat(pid).map_or(0, |stat| stat.started);
+    let started = stat(pid).map_or(0, |stat| stat.starttime);
     Ok(Some((child, Process { pid, started })))
 }
 
-fn stat(pid: u32) -> Option<crate::machine::ProcessStat> {
-    process_stat(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+fn stat(pid: u32) -> Option<Stat> {
+    procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?.stat().ok()
 }
 
 /// Finds the process that was started with `run_file` among its arguments.
@@ -98,7 +98,7 @@ pub fn find(run_file: &Path) -> Option<Process> {
         let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         arguments.split(|byte| *byte == 0).any(|argument| argument == wanted)
     };
-    let process = |pid: u32| Some(Process { pid, started: stat(pid)?.started });
+    let process = |pid: u32| Some(Process { pid, started: stat(pid)?.starttime });
     // The one with the lowest number was there first.
     numbers.filter(is_it).filter_map(process).min_by_key(|process| (process.started, process.pid))
 }
@@ -109,7 +109,7 @@ pub fn find(run_file: &Path) -> Option<Process> {
 ///
 /// The process is another user's.
 pub fn interrupt(process: Process) -> Result<bool, QueueError> {
-    let is_same = stat(process.pid).is_some_and(|stat| stat.started == process.started && stat.state != 'Z');
+    let is_same = stat(process.pid).is_some_and(|stat| stat.starttime == process.started && stat.state != 'Z');
     let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw).filter(|_| is_same) else {
         return Ok(false);
     };
@@ -122,9 +122,11 @@ pub fn interrupt(process: Process) -> Result<bool, QueueError> {
 
 /// Ticks of processor time that the processes of these groups have used.
 pub fn ticks_of(groups: &[u32]) -> u64 {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    numbers.filter_map(stat).filter(|stat| groups.contains(&stat.group)).map(|stat| stat.ticks).sum()
+    let processes = procfs::process::all_processes().into_iter().flatten().flatten();
+    let stats = processes.filter_map(|process| process.stat().ok());
+    let ours = stats.filter(|stat| u32::try_from(stat.pgrp).is_ok_and(|group| groups.contains(&group)));
+    // The last two are those of children that were waited for.
+    ours.map(|stat| stat.utime + stat.stime + (stat.cutime + stat.cstime).max(0) as u64).sum()
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@
 //! shapes (Viterbi 1967). The least `v` whose choice does the work is found by bisection. With
 //! starts that cost nothing this is the greedy schedule.
 //!
-//! What is left of the choice's surplus is given back where it costs most.
+//! The choice may do more work than is asked for. The surplus is taken from the dearest slots.
 
 /// A slot of time.
 #[derive(Clone, Copy, PartialEq, Debug)]

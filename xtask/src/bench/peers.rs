@@ -58,8 +58,8 @@ impl Peers {
 }
 
 /// The Python of a virtual environment in `folder`, which is created with `packages` if missing.
-/// `variable` is the one by which a user names another Python.
-pub fn environment(folder: &Path, packages: &[&str], variable: &str) -> Result<PathBuf> {
+/// `choice` is the variable or the option by which a user names another Python.
+pub fn environment(folder: &Path, packages: &[&str], choice: &str) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     // Written last, so that an interrupted installation is repeated.
     let complete = folder.join("complete");
@@ -67,8 +67,8 @@ pub fn environment(folder: &Path, packages: &[&str], variable: &str) -> Result<P
         return Ok(python);
     }
     let packages_in_words = packages.join(", ");
-    println!("installing {packages_in_words} into {} (set {variable} to use another Python)", folder.display());
-    let hint = format!("set {variable} to a Python that has {packages_in_words}");
+    println!("installing {packages_in_words} into {} ({choice} names another Python)", folder.display());
+    let hint = format!("name by {choice} a Python that has {packages_in_words}");
     step(Command::new("python3").args(["-m", "venv"]).arg(folder), &hint)?;
     step(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(packages), &hint)?;
     std::fs::write(&complete, "").with_context(|| format!("cannot write {}", complete.display()))?;

@@ -53,7 +53,7 @@ impl Scratch {
         Ok(Scratch(path))
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.0
     }

@@ -63,7 +63,7 @@ pub(super) struct Passes {
     again: BTreeSet<Run>,
     /// Per segment, the number of its activations that are offloaded.
     away: BTreeMap<Run, Vec<(u32, usize)>>,
-    /// Where the tokens of mixtures of experts went, each forward once.
+    /// The ways of tokens through mixtures of experts, each forward counted once.
     pub routing: RoutingRecord,
 }
 

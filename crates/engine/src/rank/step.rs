@@ -45,7 +45,7 @@ pub struct StepOutcome {
     /// The drift between replicas before an outer step: the root mean square distance of their
     /// changes from the mean change, as a share of its length.
     pub drift: Option<f64>,
-    /// Where the tokens went, in a model with experts.
+    /// The ways of this step's tokens; None without experts.
     pub routing: Option<RoutingRecord>,
     /// The way its forwards and backwards were launched.
     pub launches: Launches,
@@ -420,7 +420,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Where the tokens of all ranks went; None without experts.
+    /// The ways of all ranks' tokens; None without experts.
     fn routing_over_ranks(&self, links: &ComputeLinks, own: &RoutingRecord) -> Result<Option<RoutingRecord>> {
         let spec = self.model.spec().filter(|_| !self.device.is_meta());
         let Some((experts, layers)) = spec.and_then(|spec| Some((spec.experts.as_ref()?.experts, spec.layers))) else {

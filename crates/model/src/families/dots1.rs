@@ -70,19 +70,12 @@ impl Definition for Dots1 {
         let usual = llama::usual(sizes);
         let ffn_dim = (usual.ffn_dim / 4).max(1);
         let experts = ExpertsSpec {
-            experts: 16,
-            top_k: 3,
-            ffn_dim,
             shared_ffn_dim: ffn_dim,
             gate: Gate::Sigmoid,
-            normalise: true,
-            scale: 1.0,
             selection_bias: true,
-            dense_layers: Vec::new(),
             auxiliary_loss: 0.0,
-            z_loss: 0.0,
             bias_update_rate: 0.001,
-            capacity_factor: None,
+            ..ExpertsSpec::softmax(16, 3, ffn_dim)
         };
         ModelSpec { family: DOTS1, qk_norm: true, norm_eps: 1e-6, experts: Some(experts), ..usual }
     }

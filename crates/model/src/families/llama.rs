@@ -175,7 +175,6 @@ impl Definition for Llama {
 
     fn read_config(&self, keys: &mut Keys, model_type: &str) -> std::result::Result<ModelSpec, ConfigError> {
         let qwen = model_type.starts_with("qwen");
-        let mistral = model_type == "mistral";
         let (ffn_dim, max_positions) = match model_type {
             "mistral" => (14_336, 131_072),
             "llama" => (11_008, 2048),
@@ -185,17 +184,14 @@ impl Definition for Llama {
         let vocab_size = if qwen { 151_936 } else { 32_000 };
         let sizes = keys.sizes(Sizes { vocab_size, dim: 4096, layers: 32, heads: 32, max_positions })?;
         let mut spec = ModelSpec { ffn_dim, ..usual(&sizes) };
-        spec.kv_heads = match (keys.optional_size("num_key_value_heads")?, keys.absent("num_key_value_heads")) {
-            (Some(kv_heads), _) => kv_heads,
-            (None, true) if mistral => 8,
-            (None, true) if qwen => 32,
-            (None, _) => sizes.heads,
+        let usual_keys = match model_type {
+            "mistral" => vec![("num_key_value_heads", 8)],
+            "qwen2" => vec![("num_key_value_heads", 32)],
+            "qwen3" => vec![("num_key_value_heads", 32), ("head_dim", 128)],
+            _ => Vec::new(),
         };
-        match keys.optional_size("head_dim")? {
-            Some(head_dim) => spec.head_dim = head_dim,
-            None if model_type == "qwen3" => spec.head_dim = 128,
-            None => keys.head_dim_divides(sizes.dim, sizes.heads)?,
-        }
+        usual_keys.into_iter().for_each(|(key, value)| keys.default(key, value.into()));
+        keys.grouped_heads(&mut spec)?;
         spec.activation = keys.activation("hidden_act", "silu")?;
         keys.decoder(&mut spec, 1e-6, false)?;
         // attention_bias means all four projections; Qwen2 always has it on three.

@@ -82,21 +82,7 @@ impl Definition for Mixtral {
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {
         let usual = llama::usual(sizes);
-        let experts = ExpertsSpec {
-            experts: 8,
-            top_k: 2,
-            ffn_dim: usual.ffn_dim,
-            shared_ffn_dim: 0,
-            gate: Gate::Softmax,
-            normalise: true,
-            scale: 1.0,
-            selection_bias: false,
-            dense_layers: Vec::new(),
-            auxiliary_loss: 0.001,
-            z_loss: 0.0,
-            bias_update_rate: 0.0,
-            capacity_factor: None,
-        };
+        let experts = ExpertsSpec::softmax(8, 2, usual.ffn_dim);
         ModelSpec { family: MIXTRAL, experts: Some(experts), ..usual }
     }
 
@@ -109,11 +95,8 @@ impl Definition for Mixtral {
         let sizes = keys.sizes(usual)?;
         let ffn_dim = keys.size("intermediate_size", Some(14336))?;
         let mut spec = ModelSpec { ffn_dim, ..self.usual(&sizes) };
-        let unsaid = keys.absent("num_key_value_heads");
+        keys.default("num_key_value_heads", json!(8));
         keys.grouped_heads(&mut spec)?;
-        if unsaid {
-            spec.kv_heads = 8;
-        }
         spec.activation = keys.activation("hidden_act", "silu")?;
         keys.decoder(&mut spec, 1e-5, false)?;
         spec.sliding_window = keys.optional_size("sliding_window")?;

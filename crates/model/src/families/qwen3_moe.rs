@@ -64,21 +64,7 @@ impl Definition for Qwen3Moe {
 
     fn usual(&self, sizes: &Sizes) -> ModelSpec {
         let usual = llama::usual(sizes);
-        let experts = ExpertsSpec {
-            experts: 8,
-            top_k: 2,
-            ffn_dim: (usual.ffn_dim / 2).max(1),
-            shared_ffn_dim: 0,
-            gate: Gate::Softmax,
-            normalise: true,
-            scale: 1.0,
-            selection_bias: false,
-            dense_layers: Vec::new(),
-            auxiliary_loss: 0.001,
-            z_loss: 0.0,
-            bias_update_rate: 0.0,
-            capacity_factor: None,
-        };
+        let experts = ExpertsSpec::softmax(8, 2, (usual.ffn_dim / 2).max(1));
         ModelSpec { family: QWEN3_MOE, qk_norm: true, norm_eps: 1e-6, experts: Some(experts), ..usual }
     }
 
@@ -91,11 +77,8 @@ impl Definition for Qwen3Moe {
         let sizes = keys.sizes(usual)?;
         let ffn_dim = keys.size("intermediate_size", Some(6144))?;
         let mut spec = ModelSpec { ffn_dim, ..self.usual(&sizes) };
-        let unsaid = keys.absent("num_key_value_heads");
+        keys.default("num_key_value_heads", json!(4));
         keys.grouped_heads(&mut spec)?;
-        if unsaid {
-            spec.kv_heads = 4;
-        }
         spec.activation = keys.activation("hidden_act", "silu")?;
         keys.decoder(&mut spec, 1e-6, false)?;
         let biases = keys.flag("attention_bias")?.unwrap_or(false);

@@ -62,6 +62,11 @@ impl Keys {
         self.map.shift_remove(key)
     }
 
+    /// Gives `key` a value if the file does not have it.
+    pub fn default(&mut self, key: &str, value: Value) {
+        self.map.entry(key).or_insert(value);
+    }
+
     /// True if the file does not have the key, or it was taken.
     pub fn absent(&self, key: &str) -> bool {
         !self.map.contains_key(key)

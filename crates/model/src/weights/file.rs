@@ -243,7 +243,7 @@ impl TensorFile {
         TensorFile { path: path.into(), file: Mutex::new(file), data_start, tensors }
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }

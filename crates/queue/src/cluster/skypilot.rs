@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 /// Options that only SkyPilot has.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Options {
-    /// The bucket that keeps the folder of runs, such as `s3://my-runs`: a job that is recovered has
-    /// an empty disk.
+    /// The bucket that keeps the folder of runs, such as `s3://my-runs`. The disk of a job that is
+    /// recovered is empty.
     pub bucket: Option<String>,
     /// True for machines that may be taken away at any time.
     pub spot: bool,
