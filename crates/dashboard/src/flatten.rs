@@ -1,6 +1,6 @@
 //! The numbers of a JSON object, each under the path of its keys: `{"mem_peak": {"grads": 3}}` has
-//! `mem_peak.grads` = 3. True is 1 and false is 0. Null is not a number, in both senses: JSON has
-//! no infinities, so records write them as null. Texts are left out.
+//! `mem_peak.grads` = 3. True is 1 and false is 0. Null becomes NaN: JSON cannot express NaN and
+//! infinities, so records write them as null. Texts are left out.
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use std::fmt;

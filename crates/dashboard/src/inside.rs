@@ -1,4 +1,4 @@
-//! Files of the runs folder, and no others.
+//! Opens files below the runs folder, and refuses all others.
 
 use std::fs::{File, OpenOptions};
 use std::io;

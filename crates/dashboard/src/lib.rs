@@ -1,8 +1,8 @@
 //! Shows runs: a live page in the browser, a view in the terminal, a report in one file, and a
 //! registry that can be asked with SQL.
 //!
-//! Everything is read from the folders of runs, so runs of any age are shown, and a run that trains
-//! knows nothing of its watchers. The only files that are written are the registry and reports.
+//! Everything is read from the folders of runs. So runs of any age can be shown, and watching a run
+//! does not disturb its training. The only files that are written are the registry and reports.
 //!
 //! | module | does |
 //! |---|---|

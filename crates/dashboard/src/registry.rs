@@ -1,9 +1,9 @@
-//! All runs of a folder in one SQLite file, `registry.sqlite`, to be asked by any program.
+//! All runs of a folder in one SQLite file, `registry.sqlite`, which any program can query.
 //!
-//! The folders of runs are the truth and the registry follows from them. Whoever asks brings it up
-//! to date first, in one transaction, so a process that is killed leaves the state before or after.
-//! A registry that is missing, damaged or of another version is made anew. A run that trains does
-//! not wait for it, because it does not write it.
+//! The registry is derived from the folders of runs. Each query first brings it up to date, in one
+//! transaction, so a process that is killed leaves the state before or after. A registry that is
+//! missing, damaged or of another version is made again. Training runs do not write to it, so they
+//! never wait for it.
 
 use crate::inside::Inside;
 use crate::run::{LISTED, Mark, State, Summary, TEXT_BYTES_MAX, files, folders};

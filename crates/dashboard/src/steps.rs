@@ -1,5 +1,5 @@
-//! The places of records on the horizontal axis: mostly steps at a fixed interval, so runs of equal
-//! differences are kept instead of numbers.
+//! The positions of records on the horizontal axis. Most records are a fixed number of steps apart,
+//! so a piece of equally spaced records is stored as its first position and the distance.
 
 /// Numbers in increasing order.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -1,4 +1,4 @@
-//! All runs of a folder, read as they grow, and shared by everybody who looks.
+//! All runs of a folder, read as they grow, and shared by all pages.
 
 use crate::inside::Inside;
 use crate::run::{Mark, State, Summary, files, folders};

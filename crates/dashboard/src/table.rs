@@ -1,9 +1,9 @@
 //! A file of JSON records as columns, read as it grows.
 //!
-//! A run that resumes removes the records of steps that it repeats, by replacing the file. So a
-//! [`Table`] compares the end of what it has read with the file before it reads on, and begins anew
-//! if they differ. Records whose place is not above the last one replace what is there: either way
-//! a run is one curve.
+//! A run that resumes removes the records of steps that it repeats, by replacing the file. So
+//! before a [`Table`] reads on, it compares the last bytes that it has read with the file, and
+//! starts again if they differ. A record whose position is not above the last one replaces the
+//! records from there on. In both cases a run stays one curve.
 
 use crate::flatten;
 use crate::inside::Inside;

@@ -10,7 +10,8 @@ const STEPS_MIN: usize = 5;
 /// The share of a step that must have a name.
 pub const EXPLAINED_MIN: f64 = 0.98;
 
-/// A step that is longer than its prediction by this factor, for no cause that was found, is told.
+/// If a step takes longer than its prediction by this factor, and no cause was found, this is
+/// reported.
 const OVER_PREDICTION: f64 = 1.25;
 
 /// The diagnosis of a run.

@@ -1,6 +1,6 @@
 //! Spans: what each lane of a rank did, and when.
 //!
-//! A [`Timeline`] holds the spans of one rank, whoever recorded them. Names are interned, because a
+//! A [`Timeline`] holds the spans of one rank, from any recorder. Names are interned, because a
 //! trace repeats a few hundred names a hundred thousand times. Times are nanoseconds on the clock
 //! of the trace.
 

@@ -1,8 +1,8 @@
 //! Codecs: the forms in which gradients and parameter changes travel between ranks. This file holds
 //! their formats and sizes; `trainyard-comm` holds the kernels.
 //!
-//! A codec works on blocks of a flat buffer, each by itself. So a message is the concatenation of
-//! its blocks, and where a buffer is cut, at a block's border, changes no bit.
+//! A codec encodes each block of a flat buffer by itself, and a message is the concatenation of its
+//! blocks. So a buffer may be cut between any two blocks without changing a bit.
 
 use crate::Axis;
 use serde::{Deserialize, Serialize};
@@ -81,9 +81,9 @@ impl fmt::Display for Codec {
     }
 }
 
-/// The way in which the messages of a sum over ranks are encoded. Each rank encodes its
-/// contribution; contributions are decoded and added in f32. A sum that travels on, to the other
-/// replicas, is encoded once more.
+/// The encoding of the messages of a sum over ranks. Each rank encodes its contribution;
+/// contributions are decoded and added in f32. A sum that is then sent to the other replicas is
+/// encoded once more.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Encoding {
     /// The form of the messages.

@@ -1,11 +1,11 @@
-//! The collectives inside units that run as a whole, as a price.
+//! Adds the collectives of units that run as a whole, so that the planner can price them.
 //!
-//! The planner prices architectures by formulas, which know no segments. The collectives of such a
-//! unit stand next to its pass. (Those of a split unit are [between its
-//! segments](crate::segments).) Those of
-//! tensor and expert parallelism follow the pass: products wait for them, and they wait for
-//! products. The ring of context parallelism runs beside the pass: the next keys and values travel
-//! while those at hand are used.
+//! The planner describes the units of a cluster's model by formulas, without segments. A pass of
+//! such a unit is one instruction, and its collectives are instructions next to it. (In a split
+//! unit they are [between its segments](crate::segments).) The collectives of tensor and expert
+//! parallelism come after the pass, because matrix products wait for them and they for products.
+//! The ring of context parallelism runs in parallel with the pass: the next keys and values are
+//! sent while the present ones are used.
 
 use crate::lower::Lowering;
 use crate::passes::Pass;

@@ -482,8 +482,7 @@ pub struct Instruction {
     /// leaves the rank, and for a group of one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub bytes: u64,
-    /// The form of the message, where it is not that of its buffer; `bytes` are those before
-    /// encoding.
+    /// The encoding of the message, if it is encoded; `bytes` counts the bytes before encoding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
     /// Bytes of activations that are held only while the instruction runs: the ones that a backward
@@ -504,8 +503,8 @@ fn is_first(index: &u32) -> bool {
 }
 
 impl Instruction {
-    /// Bytes of the message between the ranks of `axis`, of a buffer of `bytes` f32 elements'
-    /// bytes.
+    /// Bytes of the message between the ranks of `axis` for an f32 buffer of `bytes` bytes: fewer
+    /// than `bytes` if the message is encoded.
     pub fn sent_bytes(&self, axis: Axis, bytes: u64) -> u64 {
         match self.encoding.filter(|encoding| encoding.is_over(axis)) {
             Some(encoding) => encoding.codec.bytes(bytes / 4),

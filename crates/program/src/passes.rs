@@ -86,9 +86,9 @@ fn stretches(model: &ModelShape, stage_of: &[u32], cuts: &[u32]) -> Vec<Stretch>
     starts.zip(ends).zip(stage_of).map(|((start, end), stage)| Stretch { units: start..end, stage: *stage }).collect()
 }
 
-/// Cuts into stretches of which the one with the most work has least; among those, the ones with
-/// the least sum of squares. A head that multiplies by a large vocabulary so gets a stretch with
-/// fewer blocks. Every stretch has a unit.
+/// The cuts that minimise the largest work of a stretch, and among those the sum of squares of
+/// work. A head that multiplies by a large vocabulary therefore shares its stretch with fewer
+/// blocks. Every stretch has at least one unit.
 fn balanced_cuts(work: &[u64], count: usize) -> Vec<u32> {
     let mut sums = vec![0u64];
     work.iter().for_each(|work| sums.push(sums[sums.len() - 1] + work));

@@ -22,9 +22,8 @@ impl Runnable {
     }
 }
 
-/// Lists what the engine lacks to run on `mesh`, of GPUs or of processors. A mesh that does not
-/// divide the model (heads, for
-/// one) is refused by the model instead.
+/// The answer for `mesh` on GPUs or on CPUs: runnable, or the things that the engine lacks. A mesh
+/// that does not divide the model, for example its heads, is refused by the model instead.
 pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
     let context = if on_gpus { mesh.cp } else { 1 };
     let degrees = [(context, "context parallelism on GPUs"), (mesh.ep, "expert parallelism")];

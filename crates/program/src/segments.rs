@@ -1,6 +1,5 @@
 //! The passes of units that are split over a tensor-parallel or a context-parallel group: segments
-//! on
-//! the compute lane, and between them exchanges on the inner lane.
+//! on the compute lane, and between them exchanges on the inner lane.
 //!
 //! A backward segment whose input's gradient must be exchanged comes in two halves: the gradient of
 //! the input, the exchange, and the gradients of the weights while the exchange is under way. If

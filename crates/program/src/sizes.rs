@@ -150,8 +150,8 @@ impl<'a> Sizes<'a> {
         whole + (saved - whole) / u64::from(self.mesh.tp)
     }
 
-    /// Bytes of a unit's output for the rank's part of the sequence.
-    /// That of a split unit is what the rank holds.
+    /// Bytes of a unit's output for the rank's part of the sequence. That of a split unit is what
+    /// the rank holds.
     pub fn output_bytes(&self, unit: u32) -> u64 {
         let parts = if self.split(unit).is_some() { 1 } else { u64::from(self.mesh.cp) };
         self.model.units[unit as usize].output_bytes / parts

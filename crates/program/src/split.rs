@@ -23,8 +23,8 @@ pub struct SplitShape {
     pub borders: Vec<Border>,
     /// Number of elements of the unit's gradient of which every rank of the tensor-parallel group
     /// computes a part, so that they are summed over the group. It is the same number on every
-    /// rank. Norms under
-    /// sequence parallelism have such gradients, and key and value heads that ranks share.
+    /// rank. Norms under sequence parallelism have such gradients, and key and value heads that
+    /// ranks share.
     pub shared_gradient_elements: u64,
 }
 

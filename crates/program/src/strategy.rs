@@ -277,9 +277,9 @@ pub enum Extent {
 pub enum Fresh {
     /// Into the resident sum.
     InPlace,
-    /// Into a buffer that lives from the unit's first contribution to its reduction. With one
-    /// reduction per micro-batch, the next buffer may begin while the previous one is still being
-    /// reduced. A pass with an effect that takes gradient memory begins a new buffer.
+    /// Into a temporary buffer that exists from the unit's first contribution to its reduction.
+    /// With one reduction per micro-batch, the next buffer may be allocated while the previous one
+    /// is still being reduced. A pass whose effects take gradient memory begins a new buffer.
     Transient,
 }
 

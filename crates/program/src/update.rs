@@ -186,8 +186,8 @@ impl Lowering<'_> {
         here.map(|(kind, _, bytes)| Effect { kind, bytes }).collect()
     }
 
-    /// Bytes of what a rank's encoded messages left out and its next ones add: of its contribution
-    /// to each sum, and of its share of each sum over replicas.
+    /// Bytes of the residuals of error feedback: for the rank's contribution to each sum, and for
+    /// its share of each sum over replicas.
     fn residuals(&self) -> i64 {
         let mesh = self.sizes.mesh;
         let (shards, replicas) = (u64::from(mesh.shard_degree()), u64::from(mesh.dp_replicate));

@@ -1,7 +1,7 @@
-//! The constants that no datasheet gives. There are few of them, they are the same for every model,
-//! device and source, and they are fitted in the open.
+//! The constants that no datasheet gives. There are few of them, and they are the same for every
+//! model, device and source.
 //!
-//! They lie in `data/constants.toml`. `cargo xtask validate --fit` fits those of the table `fitted`
+//! They are in `data/constants.toml`. `cargo xtask validate --fit` fits those of the table `fitted`
 //! on all sources, and for `data/left_out.toml` on all but one. docs/cost-model.md derives each
 //! one.
 

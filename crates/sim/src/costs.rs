@@ -207,9 +207,9 @@ impl Costs {
         latency * (1.0 - instruction.bytes as f64 / MESSAGE_BYTES).max(0.0)
     }
 
-    /// Seconds of gathering each tensor by itself into a list of parts: one collective each, then a
-    /// copy for every rank (PyTorch's `all_gather` over a list). Module hooks gather for a
-    /// recomputation and once more for backward.
+    /// Seconds of gathering each tensor by itself into a list of parts: one collective per tensor,
+    /// then a copy for every rank (PyTorch's `all_gather` over a list). With recomputation, module
+    /// hooks gather twice in backward: for the repeated forward and for the gradients.
     fn gather_of_tensors_s(&self, mesh: &Mesh, unit: u32, over: u32, bytes: f64, keep: Keep) -> f64 {
         let tensors = self.unit(unit).tensors;
         let one = self.collective(Operation::AllGather, bytes / tensors, over, mesh.tp);

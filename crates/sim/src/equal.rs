@@ -1,5 +1,6 @@
-//! Plays programs with given durations of passes: equal ones, to show their order where no speeds
-//! are known, or those of a step whose passes are held to a pace. Nothing here has a price.
+//! Simulates programs with given durations of passes. Equal durations show the order of
+//! instructions when no speeds are known. Other durations are for a step whose passes sleep for a
+//! given time (`trainyard bench bubbles`). No hardware is modelled.
 
 use crate::simulate::{SimulateError, Span};
 use std::collections::HashMap;
@@ -8,9 +9,9 @@ use trainyard_program::{Action, BackwardPart, Keep, Lane, Phase, Program, TurnTi
 /// The durations of a program's instructions.
 #[derive(Clone, Copy)]
 enum Durations<'a> {
-    /// 1 for a forward and for each half of a backward, 1 more for a backward that repeats its
-    /// forward, 1/2 for what moves bytes beside them, and nothing for messages between stages and
-    /// for the rest.
+    /// A forward and each half of a backward take 1; a backward that repeats its forward takes 1
+    /// more. Instructions that move bytes in parallel with passes take 1/2. Messages between
+    /// stages, and all others, take no time.
     Equal,
     /// Those of passes, by unit. Everything else takes no time.
     OfPasses(&'a [TurnTimes]),

@@ -127,8 +127,8 @@ pub struct Row {
     /// `A`: fully specified; `B`: up to three fields missing.
     pub grade: String,
     /// True if the source shows that the run was slowed by something beside its configuration: it
-    /// is 2 to 30
-    /// times slower than its neighbours in the source's chart, or the source names the fault.
+    /// is 2 to 30 times slower than its neighbours in the source's chart, or the source names the
+    /// fault.
     pub disturbed: bool,
     /// The source's remarks that explain the figure.
     pub remark: String,

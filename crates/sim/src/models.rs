@@ -25,9 +25,8 @@ pub fn model(name: &str) -> Result<Architecture, String> {
 }
 
 /// The name here of a model, if `name` is another name of one of [`models`]: without the
-/// organisation, in lower
-/// case, without the kind of training, and with the generation of Llama only where the shape
-/// depends on it.
+/// organisation, in lower case, without the kind of training, and with the generation of Llama only
+/// where the shape depends on it.
 pub fn usual_name(name: &str) -> String {
     let name = name.rsplit('/').next().unwrap_or(name).to_lowercase().replace('_', "-");
     let mut name = name.strip_prefix("meta-").unwrap_or(&name);

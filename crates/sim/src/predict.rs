@@ -1,4 +1,5 @@
-//! The main path from a question to an answer: lower, price, simulate, add up memory.
+//! The main path from a question to an answer: make the programs, price their instructions,
+//! simulate, add up memory.
 
 use crate::constants::Constants;
 use crate::costs::Costs;
@@ -153,7 +154,7 @@ impl Prediction {
     }
 
     /// Bytes of memory of the fullest stage, as `figure` counts them. The result does not exceed
-    /// the device's memory, because an allocator's cache gives way.
+    /// the device's memory, because an allocator frees its cache near the limit.
     pub fn memory_bytes(&self, figure: MemoryFigure) -> f64 {
         let held = self.held_bytes();
         let most = |bytes: f64| bytes.min(self.device_bytes.max(self.needed_bytes()));

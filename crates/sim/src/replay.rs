@@ -1,13 +1,13 @@
 //! Replays a measured step, with the durations of chosen instructions changed.
 //!
-//! [`Replay::of`] splits the measured times of all ranks into what was each instruction's own and
-//! what was waiting. Played unchanged, they give the measured step again. Played with a duration
-//! changed, they give the step as it would have been: whoever waited for that instruction waits
-//! less, on its rank and on others.
+//! [`Replay::of`] divides the measured time of each instruction on each rank into its own time and
+//! waiting. A replay with the own times unchanged gives the measured step again. If a time is
+//! changed, the replay shows the step as it would have been: instructions that waited for the
+//! changed one wait less, on its rank and on others.
 //!
-//! Ranks meet in collectives. A collective's own time begins when the last rank has come. A receive
-//! begins with its send. A send whose receiver was late ends only when it came, unless it ended
-//! before, which shows that it was buffered.
+//! A collective's own time begins when the last rank has arrived. A receive begins with its send. A
+//! send whose receiver was late ends when the receiver arrives. If it ended earlier in the
+//! measurement, the message was buffered, and the send does not wait.
 //!
 //! A replay does not know that lanes share cores. If compute becomes shorter, a collective beside
 //! it keeps its duration.

@@ -1,8 +1,9 @@
 //! The price of one segment of a unit that is split over a tensor-parallel group: a share of the
 //! unit's price.
 //!
-//! The unit's own price comes from its kernels ([`crate::kernel`]), which know no segments. Each
-//! segment takes the part of the unit's time that it has in the activations that the unit keeps.
+//! The price of the whole unit comes from its kernels ([`crate::kernel`]), which are not divided
+//! into segments. A segment gets a share of the unit's time: the share that it has in the
+//! activations that the unit keeps.
 
 use trainyard_program::{Program, SegmentShape};
 

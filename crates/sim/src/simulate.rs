@@ -1,14 +1,14 @@
-//! The event simulation: plays the programs of several ranks against each other in time.
+//! The event simulation: runs the programs of several ranks against a common clock.
 //!
 //! Every lane of a rank runs its instructions in order; copies to the host and from it each have
 //! their own order ([`Streams`]). An instruction starts when its lane is free and its dependencies
 //! have ended. A receive ends no earlier than its send. Ranks that do the same are simulated once.
-//! The price of a collective knows its group, so one rank per pipeline stage is enough, and 16,384
-//! GPUs cost as much time as 16.
+//! The price of a collective depends on its group, so one rank per pipeline stage is enough, and
+//! 16,384 GPUs take no longer to simulate than 16.
 //!
-//! Three things make an instruction last longer than its price: the host, which launches kernels
-//! one after another and may be late; collectives beside compute, which take cores and bandwidth
-//! from it; and software that starts its reductions only after backward.
+//! Three effects make an instruction take longer than its price. The host launches kernels one
+//! after another and may be late. Collectives that run at the same time take cores and bandwidth
+//! from compute. Some software starts its reductions only after backward.
 
 use crate::costs::Costs;
 use std::collections::{BTreeMap, HashMap};

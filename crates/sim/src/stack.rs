@@ -1,8 +1,9 @@
-//! The software that runs a step, as facts: its kernels, its overlaps, and what it keeps in memory.
+//! A stack: facts about the software that runs a step, such as its kernels, the communication that
+//! it overlaps, and the tensors that it keeps in memory.
 //!
-//! A prediction for this project's engine takes `trainyard`. Others made the published runs; the
-//! facts about their software lie in `data/stacks.toml` with their sources. There are no efficiency
-//! factors here.
+//! Predictions for this project's engine use the stack `trainyard`. Published runs used other
+//! software; its facts are in `data/stacks.toml` with their sources. A stack has no efficiency
+//! factors.
 
 use crate::constants::AttentionKind;
 use serde::Deserialize;

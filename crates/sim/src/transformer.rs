@@ -75,8 +75,9 @@ pub struct Experts {
     pub imbalance: f64,
 }
 
-/// The imbalance of a router that is trained, as against one that deals tokens evenly: Qwen3 30B in
-/// Megatron-Bridge is 30 % slower with it, of which experts are somewhat more than the half.
+/// The imbalance of a trained router, relative to one that distributes tokens evenly. Source: Qwen3
+/// 30B in Megatron-Bridge is 30 % slower with a trained router, and experts take somewhat more than
+/// half of its time.
 fn natural_imbalance() -> f64 {
     Experts::NATURAL
 }

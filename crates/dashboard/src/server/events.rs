@@ -1,8 +1,9 @@
-//! News for everybody who watches, as server-sent events.
+//! Sends new records to all open pages, as server-sent events.
 //!
-//! One thread looks at the runs once a second while there are watchers, writes the news once, and
-//! hands the same bytes to all of them. A watcher who does not keep up misses events; each event
-//! says at which record it begins, so the page notices and asks again.
+//! While pages are open, one thread looks at the runs once a second, writes the new records as JSON
+//! once, and sends the same bytes to all pages. A page whose connection is too slow misses events.
+//! Each event contains the number of its first record, so the page notices the gap and requests the
+//! missing records.
 
 use super::api;
 use crate::run::{State, Summary};

@@ -1,9 +1,9 @@
 //! The page and its data over HTTP, for reading only.
 //!
-//! One thread answers everybody. Requests name runs by the names of their folders, which are looked
-//! up in the list of runs, so no request is ever part of a path. Without a token the server answers
-//! this machine alone: it listens on the loopback, and refuses host names that another page's
-//! script could have made to lead here.
+//! One thread answers all requests. A request names a run by the name of its folder, which is
+//! looked up in the list of runs. So no text of a request becomes a part of a path. Without a token
+//! the server answers only this machine: it listens on the loopback, and refuses other host names,
+//! to which the script of a foreign page could have redirected a browser (DNS rebinding).
 
 mod api;
 mod events;

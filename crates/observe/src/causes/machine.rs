@@ -7,11 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use trainyard_base::{format_bytes, median};
 use trainyard_record::monitor::Sample;
 
-/// The share of its cores that a process must lose before it is said.
+/// The share of its cores that a process must lose before this is reported.
 const LOST_MIN: f64 = 0.02;
 
-/// Cores that other programs or other machines took. Threads that wait for a core while others use
-/// one lose that time; what the threads of this process take from each other does not count.
+/// The number of cores that other programs or other virtual machines took. It counts the time in
+/// which threads of the run waited for a core that others used. Time that threads of the run take
+/// from each other does not count.
 fn stolen(sample: &Sample) -> f64 {
     let cpu = &sample.cpu;
     let others = cpu.run_delay.min(cpu.others);

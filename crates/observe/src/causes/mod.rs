@@ -18,7 +18,7 @@ use trainyard_program::{Instruction, Lane};
 use trainyard_record::programs::Work;
 use trainyard_sim::replay::Own;
 
-/// The smallest saving, as a share of the step, that is said at all.
+/// The smallest saving, as a share of the step, that is reported.
 pub const SHARE_MIN: f64 = 0.01;
 
 /// The material of a diagnosis.

@@ -1,8 +1,9 @@
-//! Ranks side by side: who the others wait for.
+//! Compares ranks, and finds the one that the others wait for.
 //!
-//! The n-th collective of a step is the same one on every rank. The rank that arrives last waits
-//! least in it, and its kernel is the shortest; what the kernels of the others are longer is their
-//! waiting. A step less the waiting under which nothing is computed is the rank's own work.
+//! The n-th collective of a step is the same one on every rank. The rank that arrives last does not
+//! wait, so its kernel is the shortest. The kernels of the other ranks are longer by the time that
+//! they wait. A rank's own work is the length of its step, minus the waiting during which it
+//! computes nothing.
 
 use super::breakdown::seconds;
 use super::intervals::Intervals;

@@ -1,13 +1,11 @@
 //! The ways of running a configuration on the machine at hand, priced one by one.
 //!
 //! The global batch is fixed. The search varies ranks, pipeline stages, context- and
-//! tensor-parallel
-//! degree, sharding (ZeRO stage, resharding), micro-batch and accumulation, recomputation and the
-//! reduction
-//! schedule. A way is a few settings over the configuration, so the priced way is the one that
-//! runs.
-//! Whoever calls prices it: by lowering the configuration with these settings, executing it on the
-//! `meta` device, and simulating it with the profile of the machine.
+//! tensor-parallel degree, sharding (ZeRO stage, resharding), micro-batch and accumulation,
+//! recomputation and the reduction schedule. A way is a few settings over the configuration, so the
+//! priced way is the one that runs. The caller provides the function that prices it: by making the
+//! programs of the configuration with these settings, executing them on the `meta` device, and
+//! simulating them with the profile of the machine.
 //!
 //! Savings of memory are tried only where they are needed, because they cost time: recomputation
 //! computes again, and summing per micro-batch exchanges more. Offloading is slower than both, so
@@ -103,8 +101,7 @@ pub struct Asked {
     /// Settings over the configuration, as `--set` takes them.
     pub sets: Vec<String>,
     /// The pipeline stages, context-parallel and tensor-parallel degree that the settings mean.
-    /// Degrees given by hand
-    /// are those of another way.
+    /// Degrees given by hand are those of another way.
     pub model_degrees: [usize; 3],
 }
 
@@ -152,8 +149,7 @@ pub fn ways<E>(base: &Base, room: &Room, price: &mut Price<'_, E>) -> Result<Way
 }
 
 /// A way in words: its layout, the sequences of a micro-batch and the micro-batches of a rank, and
-/// its
-/// savings of memory.
+/// its savings of memory.
 pub fn words(layout: &str, [micro, accumulation]: [usize; 2], savings: &str) -> String {
     format!("{layout}, micro-batch {micro} x {accumulation}, recomputation {savings}")
 }

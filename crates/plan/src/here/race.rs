@@ -1,11 +1,10 @@
 //! Trials of ways to run a configuration. Ways with nearly equal predictions run for a few steps
-//! each, in turn, to find the fastest. Whoever calls brings the visits, so nothing runs here.
+//! each, in turn, to find the fastest. The caller provides the function that runs a visit.
 //!
 //! A prediction is off by several percent, and the best ways differ by less. A visit creates the
 //! ranks of a way, trains on random tokens, and takes the median of a few steps. A round visits
-//! every
-//! contender once, so that a slow phase of the machine affects them all. Offloaded ways are not
-//! tried: they would write whole states for a few steps.
+//! every contender once, so that a slow phase of the machine affects them all. Offloaded ways are
+//! not tried: they would write whole states for a few steps.
 //!
 //! On a shared machine, visits of one way differ by more than the ways do, and the fastest
 //! measurement may be luck. So a trial corrects the prediction in proportion to its reliability.
@@ -63,11 +62,9 @@ struct Standing {
 }
 
 /// Moves the ways that were tried to the front, the one with the least expected time first: those
-/// of
-/// `contenders` (indices into the fitting ways), which [`race`] against one another for `seconds`.
-/// `elapsed` is the time since the trials began. `visit` runs a way and returns the median seconds
-/// of
-/// its step, or None if it cannot be run, which eliminates it.
+/// of `contenders` (indices into the fitting ways), which [`race`] against one another for
+/// `seconds`. `elapsed` is the time since the trials began. `visit` runs a way and returns the
+/// median seconds of its step, or None if it cannot be run, which eliminates it.
 pub fn try_out(
     ways: &mut Ways,
     contenders: &[usize],

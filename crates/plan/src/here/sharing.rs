@@ -18,16 +18,13 @@ pub struct Base {
     /// Tensor-parallel degree.
     pub tensor: usize,
     /// Numbers of ranks that are tried: up to the cores or GPUs (or what the degrees above make),
-    /// or the
-    /// number of processes, where that is given.
+    /// or the number of processes, where that is given.
     pub ranks: std::ops::RangeInclusive<usize>,
 }
 
 /// The division of a way among ranks: pipeline stages, ranks that share every sequence and ranks
-/// that
-/// share every product, then, of the ranks that see different data, replicas and shards, ZeRO
-/// stage,
-/// and resharding after forward.
+/// that share every product, then, of the ranks that see different data, replicas and shards, ZeRO
+/// stage, and resharding after forward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Sharing {
     pub(super) pipeline: Option<&'static str>,
@@ -47,13 +44,12 @@ impl Sharing {
     }
 }
 
-/// The fewest tokens of a sequence that a context-parallel rank is given, unless the configuration
-/// asks for fewer: exchanges of shorter parts take longer than they save.
+/// The fewest tokens of a sequence that a context-parallel rank gets, unless the configuration asks
+/// for fewer. For shorter parts, communication takes longer than the division saves.
 const CONTEXT_TOKENS_MIN: usize = 1024;
 
-/// The most ranks that divide a model among them, by stages, sequences and products. More exchange
-/// more than
-/// they save on one machine.
+/// The most ranks that divide a model among them, by stages, sequences and matrix products. On one
+/// machine, communication between more ranks takes longer than the division saves.
 const MODEL_RANKS_MAX: usize = 8;
 
 /// Orders of a pipeline that are tried: the usual one, and the one with the smallest bubble of
@@ -119,8 +115,7 @@ pub(super) fn micro_batches(base: &Base, sharing: Sharing) -> Vec<usize> {
 }
 
 /// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`,
-/// and sums per
-/// micro-batch if `each`.
+/// and sums per micro-batch if `each`.
 pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
     let Sharing { pipeline, stages, context, tensor, data, shard, stage, reshard } = sharing;
     let mut sets = vec![

@@ -1,5 +1,6 @@
-//! Edits: changes of a program, and of the prices of its instructions, that stand for what no
-//! layout expresses. The engine runs some of them. The edited program is simulated like any other.
+//! Edits: changes of a program, and of the prices of its instructions, for levers that are more
+//! than another layout (adapters, for example). The engine can run some of them. The edited program
+//! is simulated like any other.
 
 use super::Price;
 use trainyard_program::{Action, MemoryKind, Program};

@@ -2,10 +2,10 @@
 //! one configuration on one machine or cluster.
 //!
 //! A [`Lever`] is a row of [`table::LEVERS`]: its name, the setups that it offers, and what it
-//! costs in quality. A [`Setup`] is priced by a [`Bench`], which lowers it and simulates the
-//! program, as the planner does. What no layout expresses is an [`Edit`] of the program: its
-//! messages, memory and kernels change, and the simulation is the same. A lever without a price
-//! says why.
+//! costs in quality. A [`Setup`] is priced by a [`Bench`], which makes its program and simulates
+//! it, as the planner does. A lever that is more than another layout is an [`Edit`] of the program:
+//! messages, memory and kernels change, and the simulation is the same. A lever without a price has
+//! a reason instead.
 //!
 //! [`advise`] prices the table. The commands of the cli show it.
 

@@ -1,10 +1,10 @@
-//! Settings of other trainers: a plan written as the arguments or the configuration that a trainer
-//! reads, and what somebody runs today read from them.
+//! Settings of other trainers: writes a plan as the arguments or the configuration of a trainer,
+//! and reads such settings, so that a present run can be priced.
 //!
-//! Each trainer's form is a module with two functions. `write` returns the text and what could not
-//! be said in it; nothing is dropped in silence. `read` returns [`Settings`]: degrees, batch,
-//! precision, recomputation, and the facts about the software that differ from the profile's. Keys
-//! that would change the price and are not understood are named.
+//! Each trainer's form is a module with two functions. `write` returns the text, and a list of the
+//! parts of the plan for which the trainer has no setting; none is dropped silently. `read` returns
+//! [`Settings`]: degrees, batch, precision, recomputation, and the facts about the software that
+//! differ from the profile's. Keys that would change the price and are not understood are named.
 
 mod accelerate;
 mod deepspeed;

@@ -1,9 +1,9 @@
-//! Stacks: the profiles of trainers. A profile says which layouts a trainer can express, and the
-//! software as which its steps are priced.
+//! Stacks: the profiles of trainers. A profile contains the layouts that a trainer can run, and the
+//! simulator's facts about its software, which price its steps.
 //!
 //! The built-in ones lie in `data/stacks/`, one TOML file each; `trainyard plan --stack FILE.toml`
-//! reads others of the same form. [`Rules`] restrict the planner's space. The software is one of
-//! those of the simulator with some facts replaced, so a profile holds no prices.
+//! reads others of the same form. [`Rules`] restrict the planner's space. The software is one that
+//! the simulator knows, with some facts replaced. So a profile contains no prices.
 
 mod rules;
 

@@ -23,10 +23,11 @@ struct Message {
 impl ScheduleTable {
     /// Per stage, the turns whose input comes from another stage, in the order in which it comes.
     ///
-    /// It comes in the order in which it is taken, as far as sends allow. If stages would wait for
-    /// each other, all messages are brought into one order instead: each just before it is taken,
-    /// or before a later one of the same sender. Then sends and receives of all stages follow one
-    /// order, in which every message depends on earlier ones alone.
+    /// Normally a stage receives messages in the order in which its turns need them. If stages
+    /// would then wait for each other in a circle, one order of all messages is used instead: each
+    /// message comes just before the turn that needs it, or before a later message of the same
+    /// sender. Sends and receives of all stages follow this order, in which a message depends only
+    /// on earlier ones. So there is no deadlock.
     pub(crate) fn arrivals(&self) -> Vec<Vec<u32>> {
         let messages = self.messages();
         let as_taken = in_order(&messages, |message| message.from * self.turns.len() + message.to);
@@ -61,8 +62,9 @@ impl ScheduleTable {
         messages
     }
 
-    /// True if all stages finish with receives in the order `order`, though a send waits until it
-    /// is received and no receive begins more than two turns before it, or a later one, is taken.
+    /// True if all stages finish with receives in the order `order`. It is assumed that a send
+    /// waits until it is received, and that a receive begins at most two turns before the turn that
+    /// needs it or a later message.
     fn comes_to_an_end(&self, messages: &[Message], order: &[usize]) -> bool {
         let stages = self.turns.len();
         let mut sends: Vec<Vec<usize>> = vec![Vec::new(); stages];

@@ -202,8 +202,7 @@ pub enum Disturbed {
 /// For each group of at least three configurations of one model on the same devices that one source
 /// measured: the configuration that is predicted fastest, and the speed that is lost by taking it.
 /// Of a configuration that was measured several times, the average counts. Runs that the source
-/// shows to
-/// be disturbed count only if asked for: no plan can foresee them.
+/// shows to be disturbed count only if asked for: no plan can foresee them.
 pub fn choices(outcomes: &[Outcome], disturbed: Disturbed) -> Vec<(String, f64)> {
     let mut groups: BTreeMap<String, BTreeMap<String, Vec<(f64, f64)>>> = BTreeMap::new();
     for outcome in outcomes {
