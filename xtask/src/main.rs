@@ -1,6 +1,6 @@
 //! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
-//! equality | exports | gpu | manifests | overlap | pictures | slow-links | slurm | soak | traces |
-//! validate | verdicts | wheel`.
+//! equality | exports | gpu | manifests | overlap | perfetto | pictures | slow-links | slurm |
+//! soak | traces | validate | verdicts | wheel`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -20,6 +20,7 @@ mod lexer;
 mod manifests;
 mod markdown;
 mod overlap;
+mod perfetto;
 mod pictures;
 mod slow_links;
 mod slurm;
@@ -78,6 +79,9 @@ enum Chore {
     /// Check what `trainyard submit` writes for Kubernetes and SkyPilot against their schemas, from
     /// PyPI.
     Manifests(manifests::Options),
+    /// Give a trace to Perfetto's own trace processor, from PyPI, and compare what its SQL says of
+    /// it.
+    Perfetto(perfetto::Options),
     /// Draw the pictures of the documentation from what the code computes.
     Pictures(pictures::Options),
     /// Train over a slow cable between two network namespaces by every way of sending less, with
@@ -116,6 +120,7 @@ fn main() -> ExitCode {
         Chore::Exports(options) => exports::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Manifests(options) => manifests::run(&root, &options),
+        Chore::Perfetto(options) => perfetto::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
         Chore::SlowLinks(options) => slow_links::run(&root, &options),
         Chore::Slurm(options) => slurm::run(&root, &options),

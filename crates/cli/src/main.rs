@@ -15,7 +15,7 @@ mod output;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
     advise, bench, calibrate, completions, config, dash, data, doctor, eval, export, generate, launch, merge, plan,
-    program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train, tune,
+    program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train, tune, verify,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -48,6 +48,7 @@ enum Command {
     Config(config::Command),
     Doctor(doctor::Args),
     Trace(trace::Args),
+    Verify(verify::Args),
     Calibrate(calibrate::Args),
     Plan(Box<plan::Args>),
     Advise(advise::Args),
@@ -109,6 +110,7 @@ fn main() -> ExitCode {
         Command::Tune(args) => tune::run(&args),
         Command::Program(args) => program::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Dash(args) => dash::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Verify(args) => verify::run(&args),
         Command::Top(args) => top::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Report(args) => report::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Runs(args) => runs::run(&args).map(|()| ExitCode::SUCCESS),

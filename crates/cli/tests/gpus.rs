@@ -54,6 +54,16 @@ fn a_gpu_trains_evaluates_generates_and_goes_on_like_the_processor() {
     for key in ["loss", "grad_norm"] {
         expect_near(&metrics(&folder, "gpu", key), &metrics(&folder, "cpu", key), 1e-4);
     }
+    // NVIDIA's management library tells of the GPU, and the driver's reasons for a low clock are a
+    // verdict.
+    let slowed = [("STANDIN_SLOWED", "4")];
+    let slow = ["train", "tiny.toml", "--set", "run.name=slow", "--set", "device=cuda", "--set", "training.steps=40"];
+    run(&folder, 1, &slow, &slowed).ok();
+    let samples = std::fs::read_to_string(folder.join("runs/slow/monitor.jsonl")).unwrap();
+    let sample: Value = serde_json::from_str(samples.lines().last().unwrap()).unwrap();
+    let gpu = &sample["gpus"][0];
+    assert_eq!((gpu["name"].as_str(), gpu["temperature_c"].as_f64()), (Some("Stand-in"), Some(60.0)), "{sample}");
+    assert_eq!((gpu["mhz"].as_f64(), &gpu["slowed"][0]), (Some(1200.0), &Value::from("power limit")), "{sample}");
     // Every purpose takes the predicted memory, including the workspace of products.
     let table = ran.stdout.split("memory by purpose  measured   predicted").nth(1).unwrap();
     let purposes = table.lines().skip(1).take_while(|line| line.starts_with("  "));

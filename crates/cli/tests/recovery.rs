@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::Folder;
+use common::{Folder, Ran};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
@@ -305,4 +305,109 @@ fn the_end_of_the_fourth_pass_is_said_once() {
     let metrics = metrics.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
     let over = metrics.filter(|line| line["epoch"].as_f64() >= Some(4.0)).map(|line| line["step"].clone()).next();
     assert_eq!((event["symptom"].as_str(), over), (Some("repeated_data"), Some(event["step"].clone())));
+}
+
+#[test]
+fn a_bit_that_flips_in_the_memory_of_a_rank_ends_the_run_with_its_name() {
+    let folder = Folder::new();
+    let train = |faults: &str, name: &str, more: &[&str]| {
+        let name = format!("run.name={name}");
+        let sets = [
+            "parallel.ranks=4",
+            "training.global_batch_size=4",
+            "training.micro_batch_size=1",
+            "training.steps=20",
+            "checkpoint.interval_steps=2",
+            "checkpoint.keep_last=10",
+            "health.compare_interval_steps=4",
+            &name,
+        ];
+        let sets = sets.into_iter().chain(more.iter().copied()).flat_map(|set| ["--set", set]);
+        let mut command = folder.command(&["train", "tiny.toml"].into_iter().chain(sets).collect::<Vec<_>>());
+        Ran::new(command.env("TRAINYARD_FAULTS", faults).output().unwrap())
+    };
+    // The copies that forward reads are compared too, where optimizer states are sharded.
+    // There each update makes them anew, so only an error since the last one shows.
+    let sharded = &["parallel.zero_stage=2", "precision.compute=bf16"];
+    for (name, flip, more) in [("ddp", "flip rank=2 step=7", &[][..]), ("sharded", "flip rank=2 step=8", sharded)] {
+        train("", &format!("whole-{name}"), more).ok();
+        let ended = train(flip, name, more);
+        assert_eq!(ended.code, Some(70), "{}", ended.stderr);
+        for says in [
+            "after step 8",
+            "rank 2 has other bits of `",
+            "than ranks 0, 1, 3",
+            "The checkpoint of step 4 is from before",
+        ] {
+            assert!(ended.stderr.contains(says), "no `{says}` in {}", ended.stderr);
+        }
+        let run = format!("runs/{name}");
+        assert!(steps(&folder, &run).contains(&"diverged-step-00000006".to_owned()), "{:?}", steps(&folder, &run));
+        let verdicts = folder.run(&["doctor", &run]);
+        assert!(verdicts.stdout.contains("rank 2 has other bits of"), "{}\n{}", verdicts.stdout, verdicts.stderr);
+        let resumed = folder.run(&["train", "--resume", &run]).ok();
+        assert!(resumed.stderr.contains("resumed at step 4"), "{}", resumed.stderr);
+        let [last, whole] = [run, format!("runs/whole-{name}")].map(|run| common::tensors(&folder.join(&run)));
+        assert!(last == whole, "{name}: other weights than those of a run without the flip");
+    }
+}
+
+#[test]
+fn steps_that_are_trained_again_have_the_same_bits_and_a_changed_checkpoint_has_not() {
+    let folder = Folder::new();
+    folder.run(&["train", "tiny.toml"]).ok();
+    assert_eq!(steps(&folder, "runs/tiny"), ["step-00000010", "step-00000012"]);
+    let same = folder.run(&["verify", "runs/tiny"]).ok();
+    for says in ["steps 11 to 12 of runs/tiny", "2 losses and gradient norms are the same bits", "are the same bits"] {
+        assert!(same.stdout.contains(says), "no `{says}` in {}", same.stdout);
+    }
+    // Other settings stand for another result: the replay differs, and says where.
+    let other = folder.run(&["verify", "runs/tiny", "--set", "optimizer.learning_rate=1e-3", "--json"]);
+    assert_eq!(other.code, Some(3), "{}", other.stderr);
+    let found: serde_json::Value = serde_json::from_str(&other.stdout).unwrap();
+    // The first loss is that of the same weights; the next step's is not.
+    assert_eq!((&found["same"], found["steps"]["compared"].as_u64()), (&false.into(), Some(2)));
+    assert!(found["steps"]["different"][0].as_str().unwrap().starts_with("step 12: "), "{found}");
+    assert!(found["tensors"]["different"].as_array().unwrap().len() > 10, "{found}");
+    // Nothing of a replay stays, and the run is as before.
+    let left: Vec<_> = fs::read_dir(folder.join("runs")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.iter().all(|name| !name.to_string_lossy().starts_with(".verify")), "{left:?}");
+    folder.run(&["verify", "runs/tiny", "--from", "10", "--to", "12"]).ok();
+    for (arguments, says) in [
+        (&["verify", "gone"][..], "is no run"),
+        (&["verify", "runs/tiny", "--to", "11"], "checkpoints of steps 10, 12"),
+        (&["verify", "runs/tiny", "--to", "10"], "no checkpoint before step 10"),
+        (&["verify", "runs/tiny", "--from", "12"], "--from 12 is not before --to 12"),
+    ] {
+        let refused = folder.run(arguments);
+        assert_eq!(refused.code, Some(1));
+        assert!(refused.stderr.contains(says), "no `{says}` in {}", refused.stderr);
+    }
+}
+
+#[test]
+fn a_model_with_dead_units_says_so() {
+    let folder = Folder::new();
+    folder.run(&["train", "tiny.toml"]).ok();
+    folder.run(&["export", "runs/tiny", "--out", "model"]).ok();
+    // A third of a block's units get nothing through their rows, so no gradient passes them.
+    let path = folder.join("model/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let tensors: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    for matrix in ["gate_proj", "up_proj"] {
+        let offsets = &tensors[format!("model.layers.1.mlp.{matrix}.weight")]["data_offsets"];
+        let [begin, end] = [0, 1].map(|at| 8 + header + offsets[at].as_u64().unwrap() as usize);
+        bytes[begin..begin + (end - begin) / 4].fill(0);
+    }
+    fs::write(&path, bytes).unwrap();
+    let sets = ["training.steps=140", "optimizer.learning_rate=1e-3", "health.dead_units_interval_steps=70"];
+    let sets = sets.into_iter().flat_map(|set| ["--set", set]);
+    let config = common::TINY.split("[data]").nth(1).unwrap();
+    folder.write("tune.toml", format!("[run]\nname = 'dead'\n[model]\npath = 'model'\n[data]{config}"));
+    let ran = folder.run(&["train", "tune.toml"].into_iter().chain(sets).collect::<Vec<_>>()).ok();
+    assert!(ran.stderr.contains("12.5 % of the units of feed-forward layers"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("most in `block.1`: 25.0 %"), "{}", ran.stderr);
+    let events = fs::read_to_string(folder.join("runs/dead/health.jsonl")).unwrap();
+    assert!(events.contains("\"dead_units\"") && events.contains("0.125"), "{events}");
 }

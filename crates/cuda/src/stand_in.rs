@@ -8,11 +8,11 @@ use std::process::Command;
 use std::sync::OnceLock;
 use xxhash_rust::xxh3::xxh3_64;
 
-const SOURCES: [&str; 4] = ["driver.cc", "nvrtc.cc", "cublaslt.cc", "nccl.cc"];
+const SOURCES: [&str; 5] = ["driver.cc", "nvrtc.cc", "cublaslt.cc", "nccl.cc", "nvml.cc"];
 const HEADERS: [&str; 2] = ["standin.h", "numbers.h"];
 const FLAGS: [&str; 6] = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-w"];
 /// The names under which the loader, and the search for libraries, find it.
-const NAMES: [&str; 4] = ["libcuda.so.1", "libnvrtc.so.12", "libcublasLt.so.12", "libnccl.so.2"];
+const NAMES: [&str; 5] = ["libcuda.so.1", "libnvrtc.so.12", "libcublasLt.so.12", "libnccl.so.2", "libnvidia-ml.so.1"];
 
 /// The libraries, built.
 #[derive(Clone, Debug)]

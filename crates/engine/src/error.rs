@@ -108,6 +108,19 @@ pub enum EngineError {
     /// Two parts of a run do not fit together.
     #[error("{0}")]
     DoesNotFit(String),
+    /// Ranks that must hold the same parameters hold different bits.
+    #[error(
+        "after step {step}: {what}, though they must hold the same. Memory or arithmetic of a host is wrong, and no exchange \
+         would show it. {kept} Take the host out; `trainyard verify RUN` trains earlier steps again and compares them"
+    )]
+    ReplicasDiffer {
+        /// The number of finished steps.
+        step: u64,
+        /// The ranks and the unit.
+        what: String,
+        /// A sentence about the newest checkpoint from before.
+        kept: String,
+    },
     /// Too many steps in a row had a loss or gradient that was not finite.
     #[error(
         "stopped at step {step}: {skipped} steps in a row had a loss or gradient that is not finite (last loss {loss}). {kept} \

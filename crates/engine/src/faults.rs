@@ -5,10 +5,12 @@
 //! nothing here runs. A fault at a program position strikes when that instruction begins, on any
 //! lane. The communicator injects faults at its operations, and every corruption.
 //!
-//! Beside these there are faults that [last](LastingFault): `slow:5 rank=1 what=forward`.
+//! Beside these there are faults that [last](LastingFault): `slow:5 rank=1 what=forward`, and
+//! `flip rank=1 step=20`: after 20 steps a bit of the parameters of rank 1 is another.
 
 use crate::lasting_faults::LastingFault;
 use crate::{EngineError, Result};
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -34,7 +36,17 @@ pub struct Faults {
     in_programs: Vec<(Fault, AtomicBool)>,
     in_exchanges: Arc<FaultPlan>,
     lasting: Vec<LastingFault>,
+    flips: Vec<Flip>,
     hang: Hang,
+}
+
+/// A bit that flips in the parameters of a rank after a step, as in a bad cell of memory.
+#[derive(Debug)]
+struct Flip {
+    rank: u32,
+    /// The number of finished steps.
+    step: u64,
+    struck: AtomicBool,
 }
 
 impl Faults {
@@ -46,6 +58,7 @@ impl Faults {
             in_programs: programs.into_iter().map(|fault| (fault, AtomicBool::new(false))).collect(),
             in_exchanges: Arc::new(FaultPlan::new(exchanges)),
             lasting: Vec::new(),
+            flips: Vec::new(),
             hang,
         }
     }
@@ -58,19 +71,22 @@ impl Faults {
         let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
         let texts = text.split(';').map(str::trim).filter(|text| !text.is_empty());
         let (lasting, once): (Vec<&str>, Vec<&str>) = texts.partition(|text| LastingFault::is_one(text));
+        let (flips, once): (Vec<&str>, Vec<&str>) = once.into_iter().partition(|text| text.starts_with("flip "));
         let wrong = |error: String| EngineError::DoesNotFit(format!("{VARIABLE}: {error}"));
         let faults = once.into_iter().map(|text| text.parse::<Fault>().map_err(|error| wrong(error.to_string())));
         let faults = faults.collect::<Result<Vec<Fault>>>()?;
         let lasting =
             lasting.into_iter().map(|text| text.parse().map_err(wrong)).collect::<Result<Vec<LastingFault>>>()?;
-        let is_empty = faults.is_empty() && lasting.is_empty();
-        Ok((!is_empty).then(|| Faults { lasting, ..Faults::new(faults, Hang::ForEver) }))
+        let flips = flips.into_iter().map(|text| Flip::read(text).map_err(wrong)).collect::<Result<Vec<Flip>>>()?;
+        let is_empty = faults.is_empty() && lasting.is_empty() && flips.is_empty();
+        Ok((!is_empty).then(|| Faults { lasting, flips, ..Faults::new(faults, Hang::ForEver) }))
     }
 
     /// All faults, as text.
     pub fn describe(&self) -> String {
         let once = self.all().map(Fault::to_string);
-        once.chain(self.lasting.iter().map(LastingFault::to_string)).collect::<Vec<_>>().join("; ")
+        let lasting = self.lasting.iter().map(LastingFault::to_string);
+        once.chain(lasting).chain(self.flips.iter().map(Flip::to_string)).collect::<Vec<_>>().join("; ")
     }
 
     /// Refuses a fault of a rank that a world of `ranks` does not have.
@@ -80,6 +96,7 @@ impl Faults {
     pub fn check(&self, ranks: usize) -> Result<()> {
         let once = self.all().map(|fault| (fault.rank, fault.to_string()));
         let all = once.chain(self.lasting.iter().map(|fault| (fault.rank, fault.to_string())));
+        let all = all.chain(self.flips.iter().map(|flip| (flip.rank, flip.to_string())));
         match all.into_iter().find(|(rank, _)| *rank as usize >= ranks) {
             None => Ok(()),
             Some((_, fault)) => Err(EngineError::DoesNotFit(format!(
@@ -108,6 +125,13 @@ impl Faults {
         world.inject(Arc::clone(&self.in_exchanges));
     }
 
+    /// True if a bit of the parameters of `rank` is to flip now, after `step` steps. It will not
+    /// flip again.
+    pub(crate) fn flips(&self, rank: u32, step: u64) -> bool {
+        let due = |flip: &Flip| (flip.rank, flip.step) == (rank, step);
+        self.flips.iter().any(|flip| due(flip) && !flip.struck.swap(true, Ordering::Relaxed))
+    }
+
     /// Executes the fault of `rank` at this position, if there is one that has not struck yet.
     pub(crate) fn strike(&self, rank: u32, at: &Position, comm: Option<&Communicator>) -> Result<()> {
         self.lasting.iter().for_each(|fault| fault.strike(rank, at));
@@ -132,6 +156,24 @@ impl Faults {
             Action::Corrupt => {}
         }
         Ok(())
+    }
+}
+
+impl Flip {
+    /// Reads the form that it is written in.
+    fn read(text: &str) -> Result<Flip, String> {
+        let wrong = || format!("`{text}` is no fault: write `flip rank=1 step=20`");
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let [_, rank, step] = words[..] else { return Err(wrong()) };
+        let number = |word: &str, key: &str| word.strip_prefix(key)?.strip_prefix('=')?.parse::<u64>().ok();
+        let (rank, step) = (number(rank, "rank").ok_or_else(wrong)?, number(step, "step").ok_or_else(wrong)?);
+        Ok(Flip { rank: u32::try_from(rank).map_err(|_| wrong())?, step, struck: AtomicBool::new(false) })
+    }
+}
+
+impl fmt::Display for Flip {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "flip rank={} step={}", self.rank, self.step)
     }
 }
 

@@ -42,6 +42,7 @@ impl TraceWriter {
         let mut out = BufWriter::new(File::create(&path).map_err(error)?);
         out.write_all(b"[\n").map_err(error)?;
         for (track, name) in Lane::ALL.map(Lane::name).into_iter().chain(["to_host"]).enumerate() {
+            let track = Lane::FIRST_TRACK + track;
             let name = json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}});
             writeln!(out, "{name},").map_err(error)?;
         }
@@ -68,7 +69,7 @@ impl TraceWriter {
                 "ts": micros(began + span.start),
                 "dur": micros(span.end - span.start),
                 "pid": program.rank,
-                "tid": streams.of(number),
+                "tid": Lane::FIRST_TRACK + streams.of(number),
                 "args": {"step": step, "waited_us": micros(span.waited), "bytes": instruction.bytes},
             });
             writeln!(events, "{event},").expect("memory can be written to");

@@ -1,6 +1,7 @@
 //! The training loop: [`train`] runs steps until a limit is reached. It records metrics, evaluates,
 //! writes checkpoints and stops a run that diverges.
 
+mod checks;
 mod spikes;
 
 use crate::checkpoint::{BackgroundWriter, Event};
@@ -153,6 +154,8 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
         let outcome = run.step(kind, snapshot)?;
         run.record(&outcome, kind, snapshot)?;
         run.guard_against_divergence(&outcome, kind)?;
+        run.compare_replicas(kind)?;
+        run.look_for_dead_units()?;
         if run.goes_back && run.go_back()? {
             continue;
         }
@@ -206,6 +209,10 @@ struct Run<'s> {
     goes_back: bool,
     /// The step to which spikes have led back last, and how often.
     returns: (u64, u32),
+    /// The step after which the replicas' parameters were last found to be the same.
+    agreed_replicas: u64,
+    /// The share of dead units that was said last.
+    dead_units_said: f64,
     first_step_done_s: Option<f64>,
 }
 
@@ -294,6 +301,8 @@ impl<'s> Run<'s> {
             is_stopped_by_spike: false,
             goes_back: false,
             returns: (0, 0),
+            agreed_replicas: saved.0,
+            dead_units_said: 0.0,
             first_step_done_s: None,
         })
     }
@@ -458,6 +467,7 @@ impl<'s> Run<'s> {
                 self.saved = (session.state.step, Instant::now());
             }
         }
+        session.rank.suffer_flip(session.world.rank(), session.state.step)?;
         Ok(outcome)
     }
 

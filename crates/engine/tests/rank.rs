@@ -1,7 +1,7 @@
 //! Tests of one rank that executes programs: equal results of strategies, predicted against
 //! measured memory, faults, update rules.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use trainyard_engine::config::{Config, Inputs, OptimizerSettings, Resolved};
 use trainyard_engine::fp8::Fp8Settings;
 use trainyard_engine::links::Links;
@@ -394,4 +394,41 @@ fn sizes_that_products_of_eight_bits_do_not_take_are_said() {
     }
     assert!(!error.contains("model.dim"), "{error}");
     assert!(shape::model_spec(&resolved(&["model.ffn_dim=72"])).is_ok());
+}
+
+#[test]
+fn units_that_get_no_gradient_are_counted() {
+    let trial = Trial::new(&["precision.compute='f32'"]);
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let model = Model::new(trial.spec.clone()).unwrap();
+    let [program, _] = trial.programs(&model, 4);
+    let mut rank = Rank::new(&device, model, Holding::of(&program), Links::default(), &trial.rank_settings()).unwrap();
+    // Two units of the second block get nothing through either of their rows, so their activation
+    // and their gradient are zero.
+    let (up, shape) = rank
+        .model()
+        .parameters()
+        .filter(|(_, spec)| spec.name == "mlp.up.weight")
+        .map(|(id, spec)| (id, spec.shape.clone()))
+        .nth(1)
+        .unwrap();
+    let all: Vec<_> = rank.model().parameters().map(|(id, _)| id).collect();
+    let mut values: BTreeMap<_, _> = all.into_iter().map(|id| (id, rank.read_masters(id).unwrap())).collect();
+    let units = shape[0] / 2;
+    for row in [3, units - 1, units + 3, 2 * units - 1] {
+        values.get_mut(&up).unwrap()[row * shape[1]..(row + 1) * shape[1]].fill(0.0);
+    }
+    rank.set_masters(|id, range, to| Ok(to.overwrite::<f32, _>(|to| to.copy_from_slice(&values[&id][range]))?))
+        .unwrap();
+    let mut dead = Vec::new();
+    for step in 0..140 {
+        let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
+        let load = |device: &Device, model: &Model| Ok(batch(device, model, Text::Noisy, step, 0..4));
+        rank.execute(&program, settings, load, |_, _| Ok(())).unwrap();
+        dead.push(rank.dead_rows().unwrap()[up.unit as usize]);
+    }
+    let rows = shape[0] as u64;
+    assert_eq!((dead[0], dead[139]), ([4, rows], [4, rows]));
+    let elsewhere: u64 = rank.dead_rows().unwrap().iter().map(|[dead, _]| dead).sum();
+    assert_eq!(elsewhere, 4);
 }

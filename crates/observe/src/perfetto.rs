@@ -5,10 +5,10 @@
 use crate::measured::{Measured, work};
 use crate::run::Run;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::ops::RangeInclusive;
 use trainyard_program::{Action, Lane, Phase, Program};
-use trainyard_sim::Span;
 
 /// Tracks of the prediction are numbered from here.
 const PREDICTED: usize = 100;
@@ -35,12 +35,19 @@ pub fn write(
     let chosen: Vec<&Measured<'_>> = steps.iter().filter(|step| range.contains(&step.step)).collect();
     let mut events = names(run);
     let origin = chosen.first().map_or(0.0, |step| step.began_s - step.before_s);
+    let mut flows = Flows::default();
+    // The ends of each rank's last instructions on the compute lane.
+    let mut ends = vec![0.0; run.ranks.len()];
     for step in &chosen {
         let begin = step.began_s - origin;
+        flows.note_sends(step);
         for (rank, program) in step.replay.programs().iter().enumerate() {
-            instructions(&mut events, run, step, rank, program, begin);
-            between(&mut events, step, program, begin);
+            between(&mut events, step, program, begin, ends[rank]);
+            instructions(&mut events, run, step, rank, program, begin, &mut flows);
             predicted(&mut events, run, step, rank, begin);
+            let computes = |number: &usize| program.instructions[*number].action.lane() == Lane::Compute;
+            let last = (0..program.instructions.len()).filter(computes).map(|number| step.spans[rank][number].end_s);
+            ends[rank] = begin + last.fold(0.0, f64::max);
         }
         counters(&mut events, step, begin);
     }
@@ -53,8 +60,47 @@ pub fn write(
     Ok(Written { steps, events: count })
 }
 
+/// The arrows. Perfetto drops one whose id is no number, and lets each begin at the slice that
+/// starts first. A receive often starts before its send, so the arrow ends at a slice inside of it,
+/// which begins with the send.
+#[derive(Default)]
+struct Flows {
+    numbers: BTreeMap<Message, usize>,
+    /// Starts of the sends of the step at hand, as spans have them.
+    sends: BTreeMap<Message, f64>,
+}
+
+/// A message between two ranks: step, sender, receiver, unit, micro-batch, forward or backward.
+type Message = (u64, u32, u32, u32, u32, bool);
+
+impl Flows {
+    fn number(&mut self, message: Message) -> usize {
+        let next = self.numbers.len() + 1;
+        *self.numbers.entry(message).or_insert(next)
+    }
+
+    fn note_sends(&mut self, step: &Measured<'_>) {
+        self.sends.clear();
+        for (rank, program) in step.replay.programs().iter().enumerate() {
+            for (instruction, span) in program.instructions.iter().zip(&step.spans[rank]) {
+                if let Action::Send { to, unit, micro_batch, phase } = instruction.action {
+                    let message = (step.step, program.rank, to, unit, micro_batch, phase == Phase::Forward);
+                    self.sends.insert(message, span.start_s);
+                }
+            }
+        }
+    }
+}
+
 fn micros(seconds: f64) -> f64 {
     (seconds * 1e9).round() / 1e3
+}
+
+/// The time and the duration of a slice. The end is rounded and not the duration, so that it never
+/// reaches into the next slice of its track; Perfetto drops slices that overlap.
+fn slice(start_s: f64, end_s: f64) -> [f64; 2] {
+    let nanos = |seconds: f64| (seconds * 1e9).round();
+    [nanos(start_s) / 1e3, (nanos(end_s) - nanos(start_s)).max(0.0) / 1e3]
 }
 
 /// Names of processes and tracks.
@@ -68,8 +114,8 @@ fn names(run: &Run) -> Vec<Value> {
         );
         for lane in Lane::ALL {
             for (track, name) in [
-                (lane as usize, lane.name().to_owned()),
-                (PREDICTED + lane as usize, format!("{} predicted", lane.name())),
+                (lane.track(), lane.name().to_owned()),
+                (PREDICTED + lane.track(), format!("{} predicted", lane.name())),
             ] {
                 events
                     .push(json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}));
@@ -80,20 +126,29 @@ fn names(run: &Run) -> Vec<Value> {
     events
 }
 
-fn instructions(events: &mut Vec<Value>, run: &Run, step: &Measured<'_>, rank: usize, program: &Program, begin: f64) {
+fn instructions(
+    events: &mut Vec<Value>,
+    run: &Run,
+    step: &Measured<'_>,
+    rank: usize,
+    program: &Program,
+    begin: f64,
+    flows: &mut Flows,
+) {
     for (number, instruction) in program.instructions.iter().enumerate() {
         let span = step.spans[rank][number];
         let lane = instruction.action.lane();
         let done = work(run, rank, number, instruction);
         let own = step.replay.own[rank][number];
+        let [ts, dur] = slice(begin + span.start_s, begin + span.end_s);
         events.push(json!({
             "name": program.name_of(instruction),
             "cat": lane.name(),
             "ph": "X",
-            "ts": micros(begin + span.start_s),
-            "dur": micros(span.end_s - span.start_s),
+            "ts": ts,
+            "dur": dur,
             "pid": program.rank,
-            "tid": lane as usize,
+            "tid": lane.track(),
             "args": {
                 "step": step.step,
                 "instruction": number,
@@ -106,40 +161,42 @@ fn instructions(events: &mut Vec<Value>, run: &Run, step: &Measured<'_>, rank: u
                 "kernels": done.kernels,
             },
         }));
-        if let Some((id, phase, at)) = flow(step, program, instruction.action, span) {
-            events.push(json!({
-                "name": "message", "cat": "message", "ph": phase, "id": id, "bp": "e",
-                "ts": micros(begin + at), "pid": program.rank, "tid": lane as usize,
-            }));
+        let begin_of_message = |message: &Message| flows.sends.get(message).copied().unwrap_or(span.start_s);
+        match instruction.action {
+            Action::Send { to, unit, micro_batch, phase } => {
+                let message = (step.step, program.rank, to, unit, micro_batch, phase == Phase::Forward);
+                events.push(json!({
+                    "name": "message", "cat": "message", "ph": "s", "id": flows.number(message), "bp": "e", "ts": ts,
+                    "pid": program.rank, "tid": lane.track(),
+                }));
+            }
+            Action::Recv { from, unit, micro_batch, phase } => {
+                let message = (step.step, from, program.rank, unit, micro_batch, phase == Phase::Forward);
+                // An end that is not after its begin counts for nothing either.
+                let arrives = (begin_of_message(&message) + 1e-9).clamp(span.start_s, span.end_s);
+                let [ts, dur] = slice(begin + arrives, begin + span.end_s);
+                events.push(json!({
+                    "name": "arrives", "cat": "message", "ph": "X", "ts": ts, "dur": dur,
+                    "pid": program.rank, "tid": lane.track(), "args": {"step": step.step},
+                }));
+                events.push(json!({
+                    "name": "message", "cat": "message", "ph": "f", "id": flows.number(message), "bp": "e", "ts": ts,
+                    "pid": program.rank, "tid": lane.track(),
+                }));
+            }
+            _ => {}
         }
     }
 }
 
-/// The end of an arrow at a send or a receive: its id, phase and time.
-fn flow(step: &Measured<'_>, program: &Program, action: Action, span: Span) -> Option<(String, &'static str, f64)> {
-    let id = |from: u32, to: u32, unit: u32, micro_batch: u32, phase: Phase| {
-        format!("{}-{from}-{to}-{unit}-{micro_batch}-{phase:?}", step.step)
-    };
-    match action {
-        Action::Send { to, unit, micro_batch, phase } => {
-            Some((id(program.rank, to, unit, micro_batch, phase), "s", span.start_s))
-        }
-        Action::Recv { from, unit, micro_batch, phase } => {
-            // An arrow ends inside of the receive.
-            let at = span.start_s.max(span.end_s - 1e-6);
-            Some((id(from, program.rank, unit, micro_batch, phase), "f", at))
-        }
-        _ => None,
-    }
-}
-
-/// The time between this step and the one before.
-fn between(events: &mut Vec<Value>, step: &Measured<'_>, program: &Program, begin: f64) {
-    if step.before_s > 0.0 {
+/// The time between this step and the one before. It begins when the rank's compute lane was free
+/// (`ended`), which may be later than on the first rank.
+fn between(events: &mut Vec<Value>, step: &Measured<'_>, program: &Program, begin: f64, ended: f64) {
+    let [ts, dur] = slice((begin - step.before_s).max(ended), begin);
+    if dur > 0.0 {
         events.push(json!({
-            "name": "between steps", "cat": "between", "ph": "X",
-            "ts": micros(begin - step.before_s), "dur": micros(step.before_s),
-            "pid": program.rank, "tid": Lane::Compute as usize,
+            "name": "between steps", "cat": "between", "ph": "X", "ts": ts, "dur": dur,
+            "pid": program.rank, "tid": Lane::Compute.track(),
             "args": {"step": step.step, "agreed_us": micros(step.agreed_s)},
         }));
     }
@@ -150,14 +207,15 @@ fn predicted(events: &mut Vec<Value>, run: &Run, step: &Measured<'_>, rank: usiz
     let program = &run.ranks[rank].programs.programs[0];
     let Some(spans) = run.predicted.as_ref().and_then(|p| p.stages.get(program.stage() as usize)) else { return };
     for (instruction, [start, end]) in program.instructions.iter().zip(spans) {
+        let [ts, dur] = slice(begin + start, begin + end);
         events.push(json!({
             "name": program.name_of(instruction),
             "cat": "predicted",
             "ph": "X",
-            "ts": micros(begin + start),
-            "dur": micros(end - start),
+            "ts": ts,
+            "dur": dur,
             "pid": program.rank,
-            "tid": PREDICTED + instruction.action.lane() as usize,
+            "tid": PREDICTED + instruction.action.lane().track(),
             "args": {"step": step.step},
         }));
     }

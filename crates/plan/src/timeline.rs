@@ -19,13 +19,13 @@ pub fn trace(step: &PricedStep, memory: &[MemorySeries]) -> Value {
         events.push(json!({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": name}}));
         for lane in program.lanes() {
             let args = json!({"name": lane.name()});
-            events.push(json!({"ph": "M", "pid": stage, "tid": lane as u32, "name": "thread_name", "args": args}));
+            events.push(json!({"ph": "M", "pid": stage, "tid": lane.track(), "name": "thread_name", "args": args}));
         }
         for (instruction, span) in program.instructions.iter().zip(&time.spans) {
             events.push(json!({
                 "ph": "X",
                 "pid": stage,
-                "tid": instruction.action.lane() as u32,
+                "tid": instruction.action.lane().track(),
                 "name": words(program, &instruction.action),
                 "cat": instruction.action.name(),
                 "ts": 1e6 * span.start_s,

@@ -323,6 +323,14 @@ impl Lane {
             Lane::HostIo => "host_io",
         }
     }
+
+    /// The number of its track in traces, from 1: Perfetto shows thread 0 of a process as another.
+    pub const fn track(self) -> usize {
+        Lane::FIRST_TRACK + self as usize
+    }
+
+    /// The first number of a track in traces.
+    pub const FIRST_TRACK: usize = 1;
 }
 
 impl Action {

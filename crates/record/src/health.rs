@@ -20,6 +20,10 @@ pub enum Symptom {
     NormDrift,
     /// A corpus has been passed over many times.
     RepeatedData,
+    /// Ranks that must hold the same parameters hold different bits.
+    ReplicasDiffer,
+    /// Units of a feed-forward layer have got no gradient for long.
+    DeadUnits,
 }
 
 impl Symptom {
@@ -31,6 +35,8 @@ impl Symptom {
             Symptom::NormSpike => "a spike of the gradient norm",
             Symptom::NormDrift => "a gradient norm that grows",
             Symptom::RepeatedData => "data that is repeated",
+            Symptom::ReplicasDiffer => "parameters that differ between ranks",
+            Symptom::DeadUnits => "units that learn nothing any more",
         }
     }
 }

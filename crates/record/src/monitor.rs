@@ -1,6 +1,7 @@
 //! Samples of the machine while a run goes on: `monitor.jsonl`, about one a second.
 //!
-//! A [`Monitor`] is a thread that reads `/proc` and the control group of the process. Rates are
+//! A [`Monitor`] is a thread that reads `/proc`, the control group of the process and, where there
+//! are some, NVIDIA's GPUs. Rates are
 //! over the time since the sample before. A number that the machine does not tell is absent. The
 //! last sample is taken when the run ends, so that the whole run is covered.
 
@@ -12,10 +13,12 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use trainyard_base::lock;
 
+mod gpus;
 mod system;
+use gpus::Gpus;
 use system::Counters;
 
 /// Time between two samples.
@@ -49,6 +52,57 @@ pub struct Sample {
     /// The warmest sensor, in degrees Celsius.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub temperature_c: Option<f64>,
+    /// NVIDIA's GPUs of the machine, at the end.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<Gpu>,
+}
+
+/// A GPU.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Gpu {
+    /// Its number in the driver's order.
+    pub index: u32,
+    /// The product's name.
+    pub name: String,
+    /// Share of the last moments in which a kernel ran on it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub busy: Option<f64>,
+    /// Share of the last moments in which its memory was read or written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_busy: Option<f64>,
+    /// Memory that all programs use.
+    pub memory_used_bytes: u64,
+    /// All of its memory.
+    pub memory_total_bytes: u64,
+    /// Degrees Celsius.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub temperature_c: Option<f64>,
+    /// Power drawn.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_w: Option<f64>,
+    /// The most power that it may draw.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_limit_w: Option<f64>,
+    /// The clock of its multiprocessors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mhz: Option<f64>,
+    /// Their highest clock.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mhz_max: Option<f64>,
+    /// The reasons that keep the clock low, in words: power, temperature. Empty if nothing does.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub slowed: Vec<String>,
+}
+
+impl Gpu {
+    /// The share of its highest clock that it lost for one of the reasons in `slowed`.
+    pub fn clock_lost(&self) -> f64 {
+        match (self.mhz, self.mhz_max) {
+            (Some(mhz), Some(max)) if max > 0.0 && !self.slowed.is_empty() => (1.0 - mhz / max).max(0.0),
+            _ => 0.0,
+        }
+    }
 }
 
 /// Cores. Times are in cores: 1 is one core all the time.
@@ -226,6 +280,7 @@ impl Monitor {
         let shared = Arc::new(Shared::default());
         let (own, file_path) = (Arc::clone(&shared), path.to_owned());
         let run = move || {
+            let gpus = Gpus::find();
             let mut before = Counters::now();
             let mut ended = lock(&own.ended);
             while !*ended {
@@ -236,6 +291,9 @@ impl Monitor {
                     return;
                 }
                 before = now;
+                let asked = Instant::now();
+                sample.gpus = gpus.now();
+                sample.cost_s += asked.elapsed().as_secs_f64();
                 let Inside { step, pool_bytes, pool_reserved_bytes } = inside();
                 sample.step = step;
                 (sample.memory.pool_bytes, sample.memory.pool_reserved_bytes) = (pool_bytes, pool_reserved_bytes);
@@ -280,7 +338,6 @@ fn unix_s() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Instant;
 
     #[test]
     fn samples_say_what_the_process_does() {

@@ -44,7 +44,7 @@ const STAGES: &[&str] = &[
 ];
 const DISK: &[&str] = &["memory.offload.optimizer=disk"];
 
-const CASES: [Case; 15] = [
+const CASES: [Case; 16] = [
     case("slow loads", "input_bound", &[], "slow:15 rank=0 what=load"),
     case("late loads in one step of four", "input_bound", &[], "slow:60 rank=0 what=load every=4"),
     case("slow sums of gradients", "communication_bound", TWO, "slow:8 rank=0 what=reduce; slow:8 rank=1 what=reduce"),
@@ -84,6 +84,12 @@ const CASES: [Case; 15] = [
         "wrong_numbers",
         &["parallel.ranks=2", "training.micro_batch_size=1", "parallel.verify=true", "parallel.deadline_seconds=20"],
         "corrupt rank=1 step=20 instruction={reduce}",
+    ),
+    case(
+        "a bit flipped in memory",
+        "wrong_numbers",
+        &["parallel.ranks=4", "training.micro_batch_size=1", "health.compare_interval_steps=10"],
+        "flip rank=2 step=25",
     ),
     case(
         "a rank that hangs",

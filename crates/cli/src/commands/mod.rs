@@ -39,6 +39,7 @@ pub mod top;
 pub mod trace;
 pub mod train;
 pub mod tune;
+pub mod verify;
 
 use crate::output::note;
 use anyhow::{Context, Result};

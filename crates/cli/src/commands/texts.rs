@@ -43,25 +43,17 @@ pub fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Pat
 }
 
 /// A temporary folder, removed when dropped.
-pub struct Scratch(PathBuf);
+pub struct Scratch(tempfile::TempDir);
 
 impl Scratch {
     /// A new one.
     pub fn new() -> Result<Scratch> {
-        let path = std::env::temp_dir().join(format!("trainyard-text-{}", std::process::id()));
-        std::fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
-        Ok(Scratch(path))
+        let folder = tempfile::Builder::new().prefix("trainyard-text-").tempdir();
+        Ok(Scratch(folder.context("cannot create a temporary folder")?))
     }
 
     /// Its path.
     pub fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Remains in a temporary folder are harmless.
-        let _ = std::fs::remove_dir_all(&self.0);
+        self.0.path()
     }
 }

@@ -46,7 +46,9 @@ pub use group::Trouble;
 pub use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 pub use read::Checkpoint;
 pub use runs::{PlacedRuns, Runs};
-pub use store::{Best, CheckpointStore, Found, Retention, SetAside, Skipped, find_latest, open_step, set_aside};
+pub use store::{
+    Best, CheckpointStore, Found, Retention, SetAside, Skipped, find_latest, open_step, set_aside, steps_of,
+};
 pub use write::Written;
 
 use crate::tier::{Store, TierError};

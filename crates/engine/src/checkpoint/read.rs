@@ -121,6 +121,20 @@ impl Checkpoint {
         self.read_runs(part, name, &[Runs::from(range).placed_at(0)], target)
     }
 
+    /// All bytes of a tensor, little-endian and row-major.
+    ///
+    /// # Errors
+    /// A missing tensor, or one of an unknown type.
+    pub fn read_whole(&self, part: &str, name: &str) -> Result<Vec<u8>, CheckpointError> {
+        let entry = self.entry(part, name)?;
+        let size = dtype(&entry.dtype).map(DType::size).ok_or_else(|| {
+            CheckpointError::damaged(&self.path, format!("{part} tensor `{name}`: its type is unknown"))
+        })?;
+        let mut bytes = vec![0; entry.elements() * size];
+        self.read(part, name, 0..entry.elements(), &mut bytes)?;
+        Ok(bytes)
+    }
+
     /// Reads some of a tensor's elements, little-endian, into their places in `target`. Of the
     /// files, only those elements are touched.
     ///

@@ -426,6 +426,14 @@ impl fmt::Display for SetAside {
     }
 }
 
+/// The steps of a run's checkpoints, ascending, whole or not.
+///
+/// # Errors
+/// A folder that cannot be listed.
+pub fn steps_of(run: &Path) -> Result<Vec<u64>, CheckpointError> {
+    steps(&run.join("checkpoints"))
+}
+
 /// Renames the checkpoints of steps from `from` on, so that a resume ignores them. Does so only if
 /// there is a whole checkpoint before them.
 ///

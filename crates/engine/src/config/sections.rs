@@ -730,6 +730,14 @@ section! {
         /// A deviation is 1.4826 times the median absolute deviation, at least 2 % of the median
         /// loss and 10 % of the median norm.
         spike_deviations: f64 = 10.0;
+        /// Steps between comparisons of the parameters of ranks that must hold the same ones. A
+        /// difference is an error of the memory or the arithmetic of a host: the run ends, and
+        /// names the rank that is alone. 0: never. Replicas that train apart (update.rule) are not
+        /// compared.
+        compare_interval_steps: u64 = 100;
+        /// Steps between looks for units of feed-forward layers that have got no gradient for long,
+        /// by the optimizer's first moments. 0: never. Optimizers without them are not looked at.
+        dead_units_interval_steps: u64 = 100;
     }
 }
 

@@ -11,6 +11,7 @@
 //! lanes use the same unit's buffers at once. Each lane has its own links to other ranks.
 
 mod apart;
+mod dead_units;
 mod events;
 mod exchanges;
 mod graphs;
@@ -20,6 +21,7 @@ mod offload;
 mod offloaded_activations;
 mod pace;
 mod passes;
+mod replicas;
 mod step;
 
 pub(crate) use apart::NamedResidual;
@@ -304,6 +306,14 @@ impl Rank {
     /// Injects `faults` into its instructions. For tests.
     pub fn inject(&mut self, faults: Arc<Faults>) {
         self.faults = Some(faults);
+    }
+
+    /// Flips a bit of the parameters if a fault says so. For tests.
+    pub(crate) fn suffer_flip(&self, rank: usize, step: u64) -> Result<()> {
+        match &self.faults {
+            Some(faults) if faults.flips(rank as u32, step) => self.flip_a_bit(),
+            _ => Ok(()),
+        }
     }
 
     /// Makes every pass last at least as long as `pace` says. For tests and benchmarks.

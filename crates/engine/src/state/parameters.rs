@@ -515,6 +515,16 @@ impl UnitParameters {
         self.apart.then(|| self.copy_of(range)).transpose()
     }
 
+    /// The copy in memory, and the ranges of the flat buffer that it holds.
+    pub(crate) fn held_copy(&self) -> Result<(Tensor, [Range<usize>; 2])> {
+        Ok((self.copy()?, [self.copy_range.clone(), self.frozen_range.clone()]))
+    }
+
+    /// The masters in memory that are separate from the copy, and their range.
+    pub(crate) fn held_apart(&self) -> Option<(Tensor, Range<usize>)> {
+        self.master.clone().map(|master| (master, self.master_range.clone()))
+    }
+
     /// Elements `range` of the copy that forward reads.
     pub fn copy_of(&self, range: Range<usize>) -> Result<Tensor> {
         Ok(self.copy()?.view(range.start - self.copy_range.start, [range.len()])?)

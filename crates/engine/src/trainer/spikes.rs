@@ -85,7 +85,7 @@ impl Run<'_> {
         })
     }
 
-    fn write(&self, event: &HealthEvent) -> Result<()> {
+    pub(super) fn write(&self, event: &HealthEvent) -> Result<()> {
         if !self.session.is_first() {
             return Ok(());
         }

@@ -385,6 +385,21 @@ pub const ROWS: &[Row] = &[
         &["health.spike_deviations=0.001"],
         Losses,
     ),
+    row(
+        "health.compare_interval_steps",
+        &[],
+        &[],
+        Elsewhere(
+            "crates/cli/tests/recovery.rs",
+            "a_bit_that_flips_in_the_memory_of_a_rank_ends_the_run_with_its_name",
+        ),
+    ),
+    row(
+        "health.dead_units_interval_steps",
+        &[],
+        &[],
+        Elsewhere("crates/cli/tests/recovery.rs", "a_model_with_dead_units_says_so"),
+    ),
     row("metrics.jsonl", &[], &["metrics.jsonl=false"], Files),
     row(
         "metrics.interval_steps",

@@ -5,7 +5,7 @@ use super::{Findings, computes, verdict};
 use crate::verdict::{Advice, Cause, Evidence, Severity, Unit, Verdict};
 use std::collections::{BTreeMap, BTreeSet};
 use trainyard_base::{format_bytes, median};
-use trainyard_record::monitor::Sample;
+use trainyard_record::monitor::{Gpu, Sample};
 
 /// The share of its cores that a process must lose before this is reported.
 const LOST_MIN: f64 = 0.02;
@@ -81,8 +81,16 @@ pub fn stolen_cores(findings: &Findings<'_>) -> Option<Verdict> {
     verdict(Cause::StolenCores, without(findings, stolen), summary, evidence, advice)
 }
 
-/// Cores are withheld by a limit of the control group, or run below their clock.
+/// The share of its clock that the slowest GPU lost to a limit of power or temperature.
+fn slowed_gpu(sample: &Sample) -> f64 {
+    sample.gpus.iter().map(Gpu::clock_lost).fold(0.0, f64::max)
+}
+
+/// Cores are withheld by a limit of the control group, or run below their clock; or GPUs do.
 pub fn throttled(findings: &Findings<'_>) -> Option<Verdict> {
+    if samples(findings).any(|sample| !sample.gpus.is_empty()) {
+        return throttled_gpu(findings);
+    }
     let clocks = || samples(findings).filter_map(|sample| sample.cpu.mhz);
     let fastest = findings.run.samples.iter().filter_map(|sample| sample.cpu.mhz).fold(0.0, f64::max);
     let slowed = move |sample: &Sample| match sample.cpu.mhz {
@@ -118,6 +126,32 @@ pub fn throttled(findings: &Findings<'_>) -> Option<Verdict> {
         advice.push(Advice::new("look at cooling, power limits and the frequency governor"));
     }
     verdict(Cause::Throttled, without(findings, lost), "Cores are slowed or withheld.", evidence, advice)
+}
+
+/// GPUs run below their clock, for the reasons that their driver gives.
+fn throttled_gpu(findings: &Findings<'_>) -> Option<Verdict> {
+    let slowed = || samples(findings).flat_map(|sample| &sample.gpus).filter(|gpu| !gpu.slowed.is_empty());
+    let worst = slowed().max_by(|a, b| a.clock_lost().total_cmp(&b.clock_lost()))?;
+    let lost = mean_of_samples(findings, slowed_gpu);
+    if lost < LOST_MIN {
+        return None;
+    }
+    let of_worst = Evidence::new(
+        format!("clock of GPU {} that is slowed by: {}", worst.index, worst.slowed.join(", ")),
+        1.0 - worst.clock_lost(),
+        Unit::Ratio,
+    );
+    let mut evidence =
+        vec![Evidence::new("share of its highest clock that the slowest GPU lost", lost, Unit::Share), of_worst];
+    let hottest = slowed().filter_map(|gpu| gpu.temperature_c).fold(f64::NEG_INFINITY, f64::max);
+    if hottest.is_finite() {
+        evidence.push(Evidence::new("degrees Celsius of the hottest of them", hottest, Unit::Count));
+    }
+    let advice = vec![
+        Advice::new("look at the power limit and the cooling of the named GPU (nvidia-smi -q -d PERFORMANCE)"),
+        Advice::new("leave the host out if others of the same kind run faster"),
+    ];
+    verdict(Cause::Throttled, without(findings, slowed_gpu), "GPUs run below their clock.", evidence, advice)
 }
 
 /// Compute is slower while others are active, though they take no core: they use memory bandwidth,

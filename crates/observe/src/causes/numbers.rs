@@ -18,6 +18,16 @@ pub fn wrong_numbers(findings: &Findings<'_>) -> Option<Verdict> {
         evidence.push(Evidence::new(report.error.clone(), 1.0, Unit::Count).at(at));
         advice.push(Advice::new("take the named host out, and go on from the last checkpoint"));
     }
+    for event in run.health.iter().filter(|event| event.symptom == Symptom::ReplicasDiffer) {
+        severity = Severity::Critical;
+        let at = Place { step: Some(event.step), ..Place::default() };
+        evidence.push(Evidence::new(event.reaction.clone(), 1.0, Unit::Count).at(at));
+        advice.push(Advice::new(
+            "take the host of the rank that is alone out, and go on from a checkpoint before the step",
+        ));
+        advice
+            .push(Advice::new("train the steps before again elsewhere and compare them by bits: trainyard verify RUN"));
+    }
     // With a dynamic loss scale, a step is skipped now and then by design.
     let skipped: Vec<_> = run.metrics.iter().filter(|m| m.skipped && m.loss_scale.is_none()).collect();
     if let Some(first) = skipped.first() {
@@ -45,6 +55,14 @@ pub fn wrong_numbers(findings: &Findings<'_>) -> Option<Verdict> {
             .at(at),
         );
         advice.push(Advice::set("skip updates at spikes, or go back to the checkpoint before", "health.on_spike"));
+    }
+    if let Some(last) = run.health.iter().rfind(|event| event.symptom == Symptom::DeadUnits) {
+        let at = Place { step: Some(last.step), ..Place::default() };
+        let share = last.value.unwrap_or(0.0);
+        evidence
+            .push(Evidence::new("units of feed-forward layers that learn nothing any more", share, Unit::Share).at(at));
+        advice.push(Advice::set("a lower learning rate", "optimizer.learning_rate"));
+        advice.push(Advice::set("a longer warm-up", "schedule.warmup_steps"));
     }
     if evidence.is_empty() {
         return None;

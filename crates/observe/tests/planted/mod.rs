@@ -13,7 +13,7 @@ use trainyard_program::{
     Action, Lane, Mesh, ModelShape, Offload, PipelineSchedule, Program, Strategy, Tier, UnitShape, lower_rank,
 };
 use trainyard_record::health::{HealthEvent, Symptom};
-use trainyard_record::monitor::Sample;
+use trainyard_record::monitor::{Gpu, Sample};
 use trainyard_record::programs::{Programs, Work};
 use trainyard_record::steps::{Step, Times};
 use trainyard_sim::replay::{Own, Replay};
@@ -61,6 +61,8 @@ pub enum Plant {
     ThrottledCores,
     /// The clock falls.
     SlowClock,
+    /// The clock of a GPU falls at its power limit.
+    SlowGpu,
     /// Another program uses memory bandwidth at times.
     NoisyNeighbour,
     /// Pages go to swap.
@@ -73,6 +75,8 @@ pub enum Plant {
     Spikes,
     /// A bit flips on the way between ranks.
     FlippedBit,
+    /// A bit flips in the memory of a rank, so that replicas differ.
+    FlippedInMemory,
     /// A rank hangs.
     Hang,
     /// A rank has left no record, and few steps were trained.
@@ -81,7 +85,7 @@ pub enum Plant {
 
 impl Plant {
     /// Every cause that is planted.
-    pub const ALL: [Plant; 27] = [
+    pub const ALL: [Plant; 29] = [
         Plant::SlowDisk,
         Plant::SlowTokenizer,
         Plant::SlowLink,
@@ -101,12 +105,14 @@ impl Plant {
         Plant::StolenByHypervisor,
         Plant::ThrottledCores,
         Plant::SlowClock,
+        Plant::SlowGpu,
         Plant::NoisyNeighbour,
         Plant::Swapping,
         Plant::Leak,
         Plant::NotFinite,
         Plant::Spikes,
         Plant::FlippedBit,
+        Plant::FlippedInMemory,
         Plant::Hang,
         Plant::FewSteps,
     ];
@@ -124,11 +130,11 @@ impl Plant {
             Plant::SlowOffload => Cause::OffloadBound,
             Plant::SlowCheckpoint => Cause::CheckpointStall,
             Plant::StolenCores | Plant::StolenByHypervisor => Cause::StolenCores,
-            Plant::ThrottledCores | Plant::SlowClock => Cause::Throttled,
+            Plant::ThrottledCores | Plant::SlowClock | Plant::SlowGpu => Cause::Throttled,
             Plant::NoisyNeighbour => Cause::NoisyNeighbour,
             Plant::Swapping => Cause::MemoryPressure,
             Plant::Leak => Cause::Leak,
-            Plant::NotFinite | Plant::Spikes | Plant::FlippedBit => Cause::WrongNumbers,
+            Plant::NotFinite | Plant::Spikes | Plant::FlippedBit | Plant::FlippedInMemory => Cause::WrongNumbers,
             Plant::Hang => Cause::Hang,
             Plant::FewSteps => Cause::IncompleteData,
         })
@@ -205,7 +211,7 @@ fn layout(plant: Plant, severity: usize, seed: u64) -> (Mesh, Strategy) {
             let offload = Offload { optimizer: Some(Tier::Disk), ..Offload::default() };
             (Mesh::default(), Strategy { accumulation_steps: 2, offload, ..Strategy::new(units) })
         }
-        Plant::Clean | Plant::FlippedBit | Plant::Hang => match seed % 3 {
+        Plant::Clean | Plant::FlippedBit | Plant::FlippedInMemory | Plant::Hang => match seed % 3 {
             0 => data(Mesh::default(), 0),
             1 => data(Mesh::data(4, 1), 0),
             _ => data(Mesh::data(1, 2), 3),
@@ -372,7 +378,7 @@ fn apply(
                 {
                     own.took_s *= slower;
                 }
-                Plant::SlowClock if is_compute && step > STEPS / 4 => own.took_s *= slower,
+                Plant::SlowClock | Plant::SlowGpu if is_compute && step > STEPS / 4 => own.took_s *= slower,
                 Plant::NoisyNeighbour if step % 8 >= 4 => own.took_s *= 1.0 + 2.0 * (slower - 1.0),
                 _ => {}
             }
@@ -483,6 +489,15 @@ fn sample(plant: Plant, severity: usize, seed: u64, step: u64, began: f64, secon
             sample.cpu.throttled_cores = Some(cores * share);
         }
         Plant::SlowClock if step > STEPS / 4 => sample.cpu.mhz = Some(2600.0 * (1.0 - share)),
+        Plant::SlowGpu => {
+            let slows = step > STEPS / 4;
+            sample.gpus = vec![Gpu {
+                mhz: Some(if slows { 1980.0 * (1.0 - share) } else { 1980.0 }),
+                mhz_max: Some(1980.0),
+                slowed: slows.then(|| "power limit".to_owned()).into_iter().collect(),
+                ..Gpu::default()
+            }];
+        }
         Plant::NoisyNeighbour if step % 8 >= 4 => sample.cpu.others = 0.8,
         Plant::Swapping => {
             sample.memory.swapped_pages = 2000.0;
@@ -523,6 +538,14 @@ fn numbers(plant: Plant, run: &mut Run) {
             usual: Some(4.0),
             samples: [248, 8],
             reaction: "training goes on".into(),
+        }),
+        Plant::FlippedInMemory => run.health.push(HealthEvent {
+            step: 20,
+            symptom: Symptom::ReplicasDiffer,
+            value: None,
+            usual: None,
+            samples: [160, 8],
+            reaction: "rank 1 has other bits of `block.2` than ranks 0, 2, 3; the run ends".into(),
         }),
         Plant::FlippedBit => {
             run.faults

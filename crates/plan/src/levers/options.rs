@@ -426,6 +426,9 @@ pub fn packing(_: &Setup, _: &Place) -> Offers {
 /// Rank of the adapters.
 const ADAPTER_RANK: f64 = 16.0;
 
+/// The reason for which nothing is frozen where every weight must be learned.
+const FROM_RANDOM: &str = "this model starts from random weights; with model.path it fine-tunes trained ones";
+
 fn adapted(now: &Setup, place: &Place) -> Option<Setup> {
     let (d, f) = (f64::from(place.dim), f64::from(now.ffn));
     now.edited(Edit::Adapters { share: ADAPTER_RANK * (d + f) / (d * f) })
@@ -433,11 +436,17 @@ fn adapted(now: &Setup, place: &Place) -> Option<Setup> {
 
 /// Small matrices that train beside frozen ones.
 pub fn adapters(now: &Setup, place: &Place) -> Offers {
+    if !place.pretrained {
+        return Offers::NoUse(FROM_RANDOM);
+    }
     one("LoRA of rank 16 on every matrix", adapted(now, place))
 }
 
 /// The same beside weights of four bits.
 pub fn quantised_adapters(now: &Setup, place: &Place) -> Offers {
+    if !place.pretrained {
+        return Offers::NoUse(FROM_RANDOM);
+    }
     let plain = if now.candidate.format == Format::Fp32 { 32.0 } else { 16.0 };
     // Four bits, and scales of about an eighth of a bit.
     let share = 4.127 / plain;
@@ -448,7 +457,10 @@ pub fn quantised_adapters(now: &Setup, place: &Place) -> Offers {
 }
 
 /// The first half of the blocks is frozen.
-pub fn freezing(now: &Setup, _: &Place) -> Offers {
+pub fn freezing(now: &Setup, place: &Place) -> Offers {
+    if !place.pretrained {
+        return Offers::NoUse(FROM_RANDOM);
+    }
     let blocks = now.layers / 2;
     one(&format!("the first {blocks} blocks are frozen"), now.edited(Edit::Freeze { blocks }).filter(|_| blocks > 0))
 }

@@ -83,6 +83,8 @@ pub struct Place {
     pub kv_heads: u32,
     /// Number of experts of a block; 1 for dense models.
     pub experts: u32,
+    /// True if training starts from trained weights, so that it fine-tunes.
+    pub pretrained: bool,
     /// Width of the model.
     pub dim: u32,
     /// The tiers that state can be offloaded to.
@@ -160,6 +162,7 @@ impl Place {
             heads: model.heads,
             kv_heads: model.kv_heads,
             experts: model.experts.map_or(1, |experts| experts.count),
+            pretrained: false,
             dim: model.dim,
             tiers: if request.has_host_tier() { vec![Tier::Host] } else { Vec::new() },
             formats: cluster.device.dense_tflops.keys().copied().collect(),

@@ -14,7 +14,7 @@ use here::MachineBench;
 use settings::{settings, setup};
 use std::path::PathBuf;
 use trainyard_calibrate::probe_group;
-use trainyard_engine::config::{Config, Inputs, Resolved};
+use trainyard_engine::config::{Config, Inputs, ModelSource, Resolved};
 use trainyard_engine::shape::model_spec;
 use trainyard_plan::levers::{self, Advice, ClusterBench, Heading, Place, Setup, advise};
 use trainyard_plan::{Budget, Fixed, Limits, Objective, Request, table};
@@ -101,7 +101,8 @@ fn on_cluster(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>, cluster: 
     };
     let knows = |setup: &Setup| settings::knows(&base, setup, &over);
     let bench = ClusterBench { request: &request, facts: &facts, base: &base, knows: &knows };
-    let advice = advise(&base, &Place::of(&request), &bench).map_err(anyhow::Error::msg)?;
+    let place = Place { pretrained: is_pretrained(&resolved), ..Place::of(&request) };
+    let advice = advise(&base, &place, &bench).map_err(anyhow::Error::msg)?;
     let sets = |setup: &Setup| [&there[..], &settings(&base, setup)].concat();
     show(args, &advice, &heading(&resolved, &words(&request.cluster))?, &sets)
 }
@@ -137,6 +138,11 @@ fn words(cluster: &Cluster) -> String {
     format!("{} x {} {}{network}", cluster.nodes, cluster.devices_per_node, cluster.device.name)
 }
 
+/// True if training starts from the weights of a folder or a file.
+fn is_pretrained(resolved: &Resolved) -> bool {
+    matches!(resolved.model, ModelSource::HuggingFace { load_weights: true, .. })
+}
+
 /// This machine as a place: its cores or GPUs.
 fn machine(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Result<Place> {
     let spec = model_spec(resolved)?;
@@ -154,6 +160,7 @@ fn machine(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Re
         heads: spec.heads as u32,
         kv_heads: spec.kv_heads as u32,
         experts: 1,
+        pretrained: is_pretrained(resolved),
         dim: spec.dim as u32,
         tiers: if gpu.is_some() { vec![Tier::Host, Tier::Disk] } else { vec![Tier::Disk] },
         formats,

@@ -79,6 +79,11 @@ fn of_edit(edit: &Edit) -> Option<Vec<String>> {
             Some(vec!["compression.gradients=int8".to_owned(), "compression.error_feedback=true".to_owned()])
         }
         Edit::Codec { code: Code::TopK, .. } => Some(vec!["compression.gradients=top_k".to_owned()]),
+        Edit::Adapters { .. } => Some(vec!["fine_tuning.adapter=lora".to_owned()]),
+        Edit::Freeze { blocks } => {
+            let patterns: Vec<String> = (0..*blocks).map(|block| format!("'block.{block}.*'")).collect();
+            Some(vec![format!("fine_tuning.freeze=['embedding.*', {}]", patterns.join(", "))])
+        }
         _ => None,
     }
 }
@@ -143,6 +148,7 @@ mod tests {
             all_devices: false,
             heads: 4,
             kv_heads: 4,
+            pretrained: true,
             experts: 1,
             dim: 64,
             tiers: vec![Tier::Disk],
