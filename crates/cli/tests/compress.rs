@@ -248,11 +248,39 @@ fn models_of_one_shape_are_merged() {
         let merged = merge(name, &[&method(name)[..], more].concat());
         assert!(merged < base, "{name}: {merged}, and the base {base}");
     }
+    // Together they predict no worse than they do on average, and each alone as `eval` says.
+    let eval = ["eval", "runs/a", "runs/b", "--data", "text.txt", "--length", "32", "--dtype", "f32"];
+    let mean = json(&folder, &[&eval[..], &["--ensemble", "mean"]].concat());
+    for (place, alone) in [a, b].iter().enumerate() {
+        assert!((mean["models"][place]["loss"].as_f64().unwrap() - alone).abs() < 1e-5, "{mean} {a} {b}");
+    }
+    let found = mean["ensemble"]["loss"].as_f64().unwrap();
+    assert!(found < (a + b) / 2.0, "{mean}");
+    let same = ["eval", "runs/a", "runs/a", "--data", "text.txt", "--length", "32", "--dtype", "f32"];
+    let twice = json(&folder, &[&same[..], &["--ensemble", "mean"]].concat());
+    assert!((twice["ensemble"]["loss"].as_f64().unwrap() - a).abs() < 1e-5, "{twice}");
+    let vote = json(&folder, &[&same[..], &["--ensemble", "vote"]].concat());
+    assert_eq!(vote["ensemble"]["accuracy"], vote["models"][0]["accuracy"]);
+    assert!(vote["ensemble"]["loss"].is_null() && vote["models"][0]["loss"] == twice["models"][0]["loss"]);
+    let shown = folder.run(&[&eval[..], &["--ensemble", "vote"]].concat()).ok().stdout;
+    assert!(shown.contains("vote of 2") && shown.contains("accuracy"), "{shown}");
+
     // All weight on one model is that model, and no change is the base.
     assert_eq!(merge("one", &["runs/a", "runs/b", "--weights", "1,0"]), a);
     assert_eq!(merge("none", &[&method("task")[..], &["--base", "base", "--weights", "0,0"]].concat()), base);
     assert_eq!(merge("only", &["runs/a", "--method", "task", "--base", "base"]), a);
 
+    train("other", &["--set", "tokenizer.kind=characters", "--set", "training.steps=2"]);
+    for (arguments, says) in [
+        (&["eval", "runs/a", "runs/b", "--data", "text.txt"][..], "--ensemble mean or vote"),
+        (&["eval", "runs/a", "--data", "text.txt", "--ensemble", "mean"], "this is one"),
+        (&["eval", "runs/a", "runs/other", "--data", "text.txt", "--ensemble", "mean"], "different tokenizers"),
+        (&["eval", "runs/a", "runs/gone", "--data", "text.txt", "--ensemble", "mean"], "runs/gone"),
+    ] {
+        let refused = folder.run(arguments);
+        assert_eq!(refused.code, Some(1), "{arguments:?}");
+        assert!(refused.stderr.contains(says), "no `{says}` in {}", refused.stderr);
+    }
     train("wide", &["--set", "model.ffn_dim=64", "--set", "training.steps=2"]);
     train("gpt2", &["--set", "model.family=gpt2", "--set", "training.steps=2"]);
     train("theta", &["--set", "model.rope_theta=500000.0", "--set", "training.steps=2"]);

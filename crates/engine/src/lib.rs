@@ -29,6 +29,7 @@ pub mod corpora;
 pub mod device;
 pub mod early_stopping;
 pub mod encoded;
+pub mod ensemble;
 mod error;
 pub mod evaluate;
 mod exchange;

@@ -1,20 +1,28 @@
-//! `trainyard eval`: the loss of a trained model on text.
+//! `trainyard eval`: the loss of a trained model, or of several together, on text.
 
 use super::texts::{LENGTH_MAX, Scratch, open};
 use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
-use std::path::PathBuf;
-use trainyard_engine::evaluate::{EvaluationSettings, evaluate_until};
+use std::path::{Path, PathBuf};
+use trainyard_engine::ensemble::{Combination, Score, evaluate_ensemble};
+use trainyard_engine::evaluate::{EvaluationProgress, EvaluationSettings, evaluate_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
-use trainyard_engine::trained::open_trained;
+use trainyard_engine::rank::Rank;
+use trainyard_engine::trained::{Trained, open_trained};
 
-/// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte.
+/// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte. With
+/// `--ensemble`, evaluate several models alone and together.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run's folder, or a Hugging Face folder.
-    model: PathBuf,
+    /// A run's folder, or a Hugging Face folder; several with --ensemble.
+    #[arg(required = true, num_args = 1.., value_name = "MODEL")]
+    models: Vec<PathBuf>,
+    /// Combine the predictions of several models with one tokenizer: the mean of their
+    /// probabilities, or the token that most of them find most probable.
+    #[arg(long, value_enum, value_name = "KIND")]
+    ensemble: Option<Ensemble>,
     #[command(flatten)]
     checkpoint: CheckpointArgs,
     /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's
@@ -42,29 +50,38 @@ pub struct Args {
     runtime: RuntimeArgs,
 }
 
+/// The values of `--ensemble`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum Ensemble {
+    /// The mean of the models' probabilities.
+    Mean,
+    /// The token that most models find most probable.
+    Vote,
+}
+
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let runtime = args.runtime.resolve()?;
-    let trained = open_trained(&args.model, args.checkpoint.checkpoint, &runtime, note)
-        .with_context(|| format!("cannot open the model {}", args.model.display()))?;
+    let open_model = |model: &PathBuf| {
+        open_trained(model, args.checkpoint.checkpoint, &runtime, note)
+            .with_context(|| format!("cannot open the model {}", model.display()))
+    };
+    let models = &args.models;
+    match (args.ensemble, &models[..]) {
+        (None, [model]) => alone(args, model, &open_model(model)?),
+        (None, _) => bail!("{} models: say how to combine them, --ensemble mean or vote", models.len()),
+        (Some(_), [_]) => bail!("--ensemble combines several models, and this is one"),
+        (Some(kind), _) => together(args, kind, &models.iter().map(open_model).collect::<Result<Vec<_>>>()?),
+    }
+}
+
+/// Evaluates one model.
+fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     let scratch = Scratch::new()?;
-    let tokenizer = args.bos.tokenizer(&trained)?;
+    let tokenizer = args.bos.tokenizer(trained)?;
     let texts = open(&args.data, &args.text_field, &tokenizer, scratch.path())?;
-    let longest = trained.spec.max_positions;
     let run = trained.run.as_ref();
-    let length = match args.length {
-        Some(length) if length as usize > longest => {
-            bail!("--length {length} is beyond the model's longest sequence of {longest} tokens")
-        }
-        Some(length) => length as usize,
-        None => run.map_or(longest.min(LENGTH_MAX), |run| run.sequence_length),
-    };
-    let settings = EvaluationSettings {
-        sequence_length: length,
-        rows: args.rows as usize,
-        respect_document_boundaries: run.is_none_or(|run| run.config.data.respect_document_boundaries),
-        tokens_max: args.tokens_max,
-    };
+    let settings = settings(args, trained, args.rows)?;
     let began = std::time::Instant::now();
     let mut display = progress::for_stderr();
     let found = evaluate_until(&trained.rank, &texts, &tokenizer, settings, &mut |done| {
@@ -84,7 +101,7 @@ pub fn run(args: &Args) -> Result<()> {
     let metrics = EvaluationMetrics::new(step.unwrap_or(0), found.loss_sum, found.targets, found.text_bytes, seconds);
     if args.json {
         let line = json!({
-            "model": args.model,
+            "model": model,
             "step": step,
             "loss": metrics.loss,
             "perplexity": metrics.perplexity,
@@ -95,10 +112,104 @@ pub fn run(args: &Args) -> Result<()> {
         return print(format_args!("{line}\n"));
     }
     let step = step.map_or(String::new(), |step| format!(" at step {step}"));
-    print(format_args!("{}{step}, {} tokens\n", args.model.display(), count(metrics.tokens)))?;
+    print(format_args!("{}{step}, {} tokens\n", model.display(), count(metrics.tokens)))?;
     print(format_args!("loss           {:.4}\nperplexity     {:.4}\n", metrics.loss, metrics.perplexity))?;
     match metrics.bits_per_byte {
         Some(bits) => print(format_args!("bits per byte  {bits:.4}\n")),
         None => print("bits per byte  unknown: not all of the text was read\n"),
     }
+}
+
+/// The division of the text into rows: as in the model's training unless the user says otherwise.
+fn settings(args: &Args, trained: &Trained, rows: u32) -> Result<EvaluationSettings> {
+    let longest = trained.spec.max_positions;
+    let run = trained.run.as_ref();
+    let sequence_length = match args.length {
+        Some(length) if length as usize > longest => {
+            bail!("--length {length} is beyond the model's longest sequence of {longest} tokens")
+        }
+        Some(length) => length as usize,
+        None => run.map_or(longest.min(LENGTH_MAX), |run| run.sequence_length),
+    };
+    Ok(EvaluationSettings {
+        sequence_length,
+        rows: rows as usize,
+        respect_document_boundaries: run.is_none_or(|run| run.config.data.respect_document_boundaries),
+        tokens_max: args.tokens_max,
+    })
+}
+
+/// Evaluates several models, alone and together.
+fn together(args: &Args, kind: Ensemble, models: &[Trained]) -> Result<()> {
+    let names = &args.models;
+    let first = &models[0];
+    let tokenizer = args.bos.tokenizer(first)?;
+    let vocabulary = first.tokenizer.fingerprint();
+    if let Some(other) = models.iter().position(|model| model.tokenizer.fingerprint() != vocabulary) {
+        bail!(
+            "{} and {} have different tokenizers, so their tokens are not the same; an ensemble needs models of one",
+            names[0].display(),
+            names[other].display()
+        );
+    }
+    // A row at a time: all logits of a row are in memory.
+    let each = models.iter().map(|model| settings(args, model, 1)).collect::<Result<Vec<_>>>()?;
+    let shortest = each.iter().min_by_key(|settings| settings.sequence_length).expect("there are models");
+    let scratch = Scratch::new()?;
+    let texts = open(&args.data, &args.text_field, &tokenizer, scratch.path())?;
+    let combination = match kind {
+        Ensemble::Mean => Combination::Mean,
+        Ensemble::Vote => Combination::Vote,
+    };
+    let ranks: Vec<&Rank> = models.iter().map(|model| &model.rank).collect();
+    let mut display = progress::for_stderr();
+    let of =
+        texts.iter().map(|text| text.tokens().saturating_sub(1)).sum::<u64>().min(args.tokens_max.unwrap_or(u64::MAX));
+    let mut shown = |tokens| display.evaluating(EvaluationProgress { tokens, of });
+    let found = evaluate_ensemble(&ranks, &texts, *shortest, combination, &mut shown);
+    display.end();
+    let found = found?;
+    if found.targets == 0 {
+        bail!("the text has no token to predict: give documents of at least two tokens");
+    }
+    let targets = found.targets as f64;
+    let figures = |score: &Score| {
+        let loss = score.loss_sum.map(|sum| sum / targets);
+        (loss, loss.map(f64::exp), score.correct as f64 / targets)
+    };
+    let object = |score: &Score| {
+        let (loss, perplexity, accuracy) = figures(score);
+        json!({"loss": loss, "perplexity": perplexity, "accuracy": accuracy})
+    };
+    let words = match kind {
+        Ensemble::Mean => "mean",
+        Ensemble::Vote => "vote",
+    };
+    if args.json {
+        let members = names.iter().zip(&found.members).map(|(name, score)| {
+            let mut line = object(score);
+            line["model"] = json!(name);
+            line
+        });
+        let members: Vec<_> = members.collect();
+        let mut ensemble = object(&found.ensemble);
+        ensemble["kind"] = json!(words);
+        return print(format_args!("{}\n", json!({"tokens": found.targets, "models": members, "ensemble": ensemble})));
+    }
+    print(format_args!(
+        "{} tokens\n{:<28} {:>8} {:>11} {:>9}\n",
+        count(found.targets),
+        "",
+        "loss",
+        "perplexity",
+        "accuracy"
+    ))?;
+    let label = format!("{words} of {}", models.len());
+    let rows = names.iter().map(|name| name.display().to_string()).zip(&found.members);
+    for (name, score) in rows.chain([(label, &found.ensemble)]) {
+        let (loss, perplexity, accuracy) = figures(score);
+        let number = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.4}"));
+        print(format_args!("{name:<28} {:>8} {:>11} {:>7.2} %\n", number(loss), number(perplexity), 1e2 * accuracy))?;
+    }
+    Ok(())
 }
