@@ -3,6 +3,8 @@
 mod common;
 
 use common::Folder;
+use serde_json::Value;
+use std::fs;
 
 /// Texts with copies, near copies, another language and an address.
 fn corpus(folder: &Folder) {
@@ -173,4 +175,38 @@ fn wrong_input_is_said_clearly() {
     assert!(wrong.is_empty(), "{} complaints\n\n{}", wrong.len(), wrong.join("\n"));
     let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("o.")), "refusals leave no files: {left:?}");
+}
+
+#[test]
+fn every_validation_text_has_a_loss_of_its_own() {
+    let folder = Folder::new();
+    folder.write("one.txt", "the rank of a shard is a batch\n".repeat(40));
+    folder.write("two.txt", "1234567890 0987654321\n".repeat(90));
+    let sets =
+        ["data.validation=['one.txt', 'two.txt']", "data.validation_fraction=auto", "evaluation.tokens_max=auto"];
+    let sets = sets.iter().flat_map(|set| ["--set", set]).chain(["--set", "evaluation.interval_steps=6"]);
+    let ran = folder.run(&["train", "tiny.toml"].into_iter().chain(sets).collect::<Vec<_>>()).ok();
+    assert!(ran.stderr.contains("(one "), "{}", ran.stderr);
+    let lines = fs::read_to_string(folder.join("runs/tiny/evaluations.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+    let number = |value: &Value| value.as_f64().unwrap();
+    let [one, two] = [0, 1].map(|place| &last["texts"][place]);
+    assert_eq!((&one["name"], &two["name"]), (&"one".into(), &"two".into()));
+    let tokens = [one, two].map(|text| number(&text["tokens"]));
+    let mean = (number(&one["loss"]) * tokens[0] + number(&two["loss"]) * tokens[1]) / (tokens[0] + tokens[1]);
+    assert_eq!(tokens[0] + tokens[1], number(&last["tokens"]));
+    assert!((mean - number(&last["loss"])).abs() < 1e-9 && one["loss"] != two["loss"], "{last}");
+
+    // `eval` says the same of each file, together and by itself.
+    let eval = |files: &[&str]| -> Value {
+        let found = folder.run(&[&["eval", "runs/tiny", "--json", "--data"], files].concat()).ok().stdout;
+        serde_json::from_str(&found).unwrap()
+    };
+    let both = eval(&["one.txt", "two.txt"]);
+    for (place, file) in ["one.txt", "two.txt"].into_iter().enumerate() {
+        let alone = eval(&[file]);
+        assert_eq!(alone["texts"], Value::Array(Vec::new()));
+        assert_eq!((&both["texts"][place]["name"], &both["texts"][place]["loss"]), (&file.into(), &alone["loss"]));
+        assert!((number(&alone["loss"]) - number(&last["texts"][place]["loss"])).abs() < 1e-6, "{alone} {last}");
+    }
 }

@@ -120,12 +120,20 @@ pub(crate) fn prepared_fraction(path: &Path) -> Result<Option<f64>> {
     Ok(Sidecar::of_part(&prefix)?.map(|(sidecar, _)| sidecar.split.validation_fraction))
 }
 
+/// A validation text.
+struct HeldBack {
+    /// The path by which the user named it, or the text that it was held back of.
+    of: PathBuf,
+    /// Its token files.
+    prefix: PathBuf,
+}
+
 /// The tokenizer and the token files of a run.
 pub struct Corpora {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
     sources: Vec<Source>,
-    validation: Vec<PathBuf>,
+    validation: Vec<HeldBack>,
     /// Notes for the user about files that were made or found.
     pub notes: Vec<String>,
 }
@@ -146,7 +154,8 @@ impl Corpora {
         for source in &expanded(&data.train.0)? {
             match token_source(&source.path) {
                 Some(prefix) => {
-                    validation.extend(held_back_part(&source.path).filter(|_| holds_back));
+                    let part = held_back_part(&source.path).filter(|_| holds_back);
+                    validation.extend(part.map(|prefix| HeldBack { of: source.path.clone(), prefix }));
                     sources.push((Some(prefix), source.weight));
                 }
                 None => {
@@ -158,9 +167,8 @@ impl Corpora {
                 }
             }
         }
-        if let Some(prefix) =
-            validation.iter().find(|part| sources.iter().any(|(prefix, _)| prefix.as_ref() == Some(*part)))
-        {
+        let trained_on = |part: &&HeldBack| sources.iter().any(|(prefix, _)| prefix.as_ref() == Some(&part.prefix));
+        if let Some(HeldBack { prefix, .. }) = validation.iter().find(trained_on) {
             return Err(does_not_fit(format!(
                 "data.train names {}, which was held back to validate: leave it out, as the pattern *.train.bin does, \
                  or set data.validation_fraction = 0",
@@ -194,7 +202,8 @@ impl Corpora {
                     let (corpus, group) = prepared.next().expect("one group for each text source");
                     let made = tokenize(corpus, group, &tokenizer, &cache, fraction, config.training.seed, &mut note)?;
                     notes.push(made.1);
-                    validation.extend(made.0.validation);
+                    let of = group[0].clone();
+                    validation.extend(made.0.validation.map(|prefix| HeldBack { of, prefix }));
                     made.0.train
                 }
             };
@@ -202,17 +211,18 @@ impl Corpora {
         }
         for source in data.validation.iter().flat_map(|sources| &sources.0) {
             match token_source(&source.path) {
-                Some(prefix) => validation.push(prefix),
+                Some(prefix) => validation.push(HeldBack { of: source.path.clone(), prefix }),
                 None => {
                     let group = vec![source.path.clone()];
                     let corpus = open_text(&group, &data.text_field)?;
                     let made = tokenize(&corpus, &group, &tokenizer, &cache, 0.0, 0, &mut note)?;
                     notes.push(made.1);
-                    validation.push(made.0.train);
+                    validation.push(HeldBack { of: source.path.clone(), prefix: made.0.train });
                 }
             }
         }
-        for prefix in resolved_sources.iter().map(|(prefix, _)| prefix).chain(&validation) {
+        let held_back = validation.iter().map(|text| &text.prefix);
+        for prefix in resolved_sources.iter().map(|(prefix, _)| prefix).chain(held_back) {
             check_made_by(&tokenizer, prefix)?;
             match (begins_otherwise(&tokenizer, prefix)?, add_bos) {
                 (None, _) => {}
@@ -274,7 +284,7 @@ impl Corpora {
     /// The validation text.
     pub fn validation(&self) -> Result<Vec<IndexedTokens>> {
         let texts: Vec<_> =
-            self.validation.iter().map(|prefix| IndexedTokens::open(prefix)).collect::<Result<_, _>>()?;
+            self.validation.iter().map(|text| IndexedTokens::open(&text.prefix)).collect::<Result<_, _>>()?;
         match texts.iter().find(|text| text.tokens() < 2) {
             Some(text) => Err(does_not_fit(format!(
                 "the validation text {} has {} tokens, and a loss takes 2: give more of it, or set data.validation_fraction = 0",
@@ -283,6 +293,24 @@ impl Corpora {
             ))),
             None => Ok(texts),
         }
+    }
+}
+
+impl Corpora {
+    /// The names of the validation texts: of their files without endings, or their paths where two
+    /// files have the same name.
+    pub fn validation_names(&self) -> Vec<String> {
+        let stem = |text: &HeldBack| {
+            let name = text.of.file_name().unwrap_or(text.of.as_os_str()).to_string_lossy().into_owned();
+            name.split('.').find(|part| !part.is_empty()).unwrap_or(&name).to_owned()
+        };
+        let stems: Vec<String> = self.validation.iter().map(stem).collect();
+        let is_only = |name: &String| stems.iter().filter(|other| *other == name).count() == 1;
+        let name = |(text, stem): (&HeldBack, &String)| match is_only(stem) {
+            true => stem.clone(),
+            false => text.of.display().to_string(),
+        };
+        self.validation.iter().zip(&stems).map(name).collect()
     }
 }
 

@@ -7,8 +7,8 @@ use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, Tokenizer, eval_bat
 use trainyard_model::{BatchSlices, Forward, Output};
 use trainyard_tensor::cpu::philox::RandomKey;
 
-/// The summed losses of a text.
-#[derive(Clone, Copy, PartialEq, Debug, Default)]
+/// The summed losses of texts.
+#[derive(Clone, PartialEq, Debug, Default)]
 pub struct Evaluation {
     /// The sum of the losses of all targets, in nats.
     pub loss_sum: f64,
@@ -16,6 +16,17 @@ pub struct Evaluation {
     pub targets: u64,
     /// Bytes of the text, when all of it was read.
     pub text_bytes: Option<u64>,
+    /// Each text by itself.
+    pub texts: Vec<TextLoss>,
+}
+
+/// The summed losses of one text.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct TextLoss {
+    /// The sum of the losses of its targets, in nats.
+    pub loss_sum: f64,
+    /// The number of its targets that were read.
+    pub targets: u64,
 }
 
 impl Evaluation {
@@ -88,6 +99,8 @@ pub fn evaluate_until(
     let mut bytes = Some(0);
     let mut own = Vec::new();
     let mut number = 0;
+    // Of each text, one past its last batch, and its targets.
+    let mut ends = Vec::with_capacity(texts.len());
     for text in texts {
         let options = EvalOptions {
             sequence_length: settings.sequence_length,
@@ -103,6 +116,7 @@ pub fn evaluate_until(
             Some(sum) if batches.is_whole() => Some(sum + text_bytes(text, tokenizer)?),
             _ => None,
         };
+        let targets_before = total.targets;
         for batch in batches {
             let batch = batch?;
             progress.tokens = end.min(progress.tokens + (batch.rows * batch.sequence_length) as u64);
@@ -115,6 +129,7 @@ pub fn evaluate_until(
                 return Ok(None);
             }
         }
+        ends.push((number, total.targets - targets_before));
     }
     // In the last round this rank may have no batch. It still takes part in the gathers of the
     // others.
@@ -124,7 +139,13 @@ pub fn evaluate_until(
         own.push(0.0);
     }
     let all = rank.gather_numbers(&own)?;
-    total.loss_sum = (0..number).map(|number| all[number % ranks * rounds + number / ranks]).sum();
+    let of_batch = |number: usize| all[number % ranks * rounds + number / ranks];
+    total.loss_sum = (0..number).map(of_batch).sum();
+    let mut begin = 0;
+    for (end, targets) in ends {
+        total.texts.push(TextLoss { loss_sum: (begin..end).map(of_batch).sum(), targets });
+        begin = end;
+    }
     total.text_bytes = bytes;
     Ok(Some(total))
 }

@@ -63,6 +63,8 @@ pub struct Session {
     pub dataset: Arc<Dataset>,
     /// Validation text.
     pub validation: Vec<IndexedTokens>,
+    /// The names of its texts.
+    pub validation_names: Vec<String>,
     /// Communicator of all ranks of the run, for exchanges outside of steps.
     pub world: Communicator,
     /// This rank, which trains.
@@ -217,7 +219,7 @@ impl Session {
             )));
         }
         let dataset = corpora.dataset(&resolved, spec.vocab_size)?;
-        let validation = corpora.validation()?;
+        let (validation, validation_names) = (corpora.validation()?, corpora.validation_names());
         let dtype = compute_dtype(&resolved);
         let own = world.rank() as u32;
         let model = shape::model_of(&resolved, spec.clone(), own)?;
@@ -319,6 +321,7 @@ impl Session {
             tokenizer,
             dataset,
             validation,
+            validation_names,
             world,
             rank,
             programs,

@@ -629,12 +629,13 @@ impl<'s> Run<'s> {
             Ok(word[0] == 1)
         };
         let evaluation = evaluate_until(&session.rank, &session.validation, &session.tokenizer, settings, &mut stops)?;
-        let Some(Evaluation { loss_sum, targets, text_bytes }) = evaluation else {
+        let Some(Evaluation { loss_sum, targets, text_bytes, texts }) = evaluation else {
             self.progress.note("the evaluation was left off");
             return Ok(false);
         };
         let step = session.state.step;
-        let metrics = EvaluationMetrics::new(step, loss_sum, targets, text_bytes, began.elapsed().as_secs_f64());
+        let metrics = EvaluationMetrics::new(step, loss_sum, targets, text_bytes, began.elapsed().as_secs_f64())
+            .with_texts(&session.validation_names, &texts);
         if let Some(recorder) = &mut self.recorder {
             recorder.evaluation(&metrics)?;
         }

@@ -98,7 +98,9 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     }
     let step = run.map(|run| run.step);
     let seconds = began.elapsed().as_secs_f64();
-    let metrics = EvaluationMetrics::new(step.unwrap_or(0), found.loss_sum, found.targets, found.text_bytes, seconds);
+    let names: Vec<String> = args.data.iter().map(|path| path.display().to_string()).collect();
+    let metrics = EvaluationMetrics::new(step.unwrap_or(0), found.loss_sum, found.targets, found.text_bytes, seconds)
+        .with_texts(&names, &found.texts);
     if args.json {
         let line = json!({
             "model": model,
@@ -108,6 +110,7 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
             "bits_per_byte": metrics.bits_per_byte,
             "tokens": metrics.tokens,
             "seconds": metrics.seconds,
+            "texts": metrics.texts,
         });
         return print(format_args!("{line}\n"));
     }
@@ -115,9 +118,13 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     print(format_args!("{}{step}, {} tokens\n", model.display(), count(metrics.tokens)))?;
     print(format_args!("loss           {:.4}\nperplexity     {:.4}\n", metrics.loss, metrics.perplexity))?;
     match metrics.bits_per_byte {
-        Some(bits) => print(format_args!("bits per byte  {bits:.4}\n")),
-        None => print("bits per byte  unknown: not all of the text was read\n"),
+        Some(bits) => print(format_args!("bits per byte  {bits:.4}\n"))?,
+        None => print("bits per byte  unknown: not all of the text was read\n")?,
     }
+    for text in &metrics.texts {
+        print(format_args!("  {:.4}       {}, {} tokens\n", text.loss, text.name, count(text.tokens)))?;
+    }
+    Ok(())
 }
 
 /// The division of the text into rows: as in the model's training unless the user says otherwise.

@@ -392,7 +392,8 @@ section! {
         /// Megatron's or llm.c's; `{ path = "...", weight = 2.0 }` gives a share of the mixture.
         #[elsewhere("dataset", "dataset_path", "data_path", "train_files", "train_file")]
         train: Sources = Sources(vec![]);
-        /// Corpora for evaluation only. Unset: the part of `train` that is held back.
+        /// Corpora for evaluation only. Of several, each loss is shown beside that of all. Unset:
+        /// the part of `train` that is held back.
         #[elsewhere("valid_data_path", "validation_file", "eval_dataset", "val")]
         validation: Option<Sources> = None;
         /// The share of `train` held back for validation when `validation` is unset; 0 for none.

@@ -21,6 +21,7 @@ pub use sitting::{Sample, Sitting};
 pub use tensorboard::EventWriter;
 
 use crate::config::MetricsSection;
+use crate::evaluate::TextLoss;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -146,6 +147,21 @@ pub struct EvaluationMetrics {
     pub tokens: u64,
     /// Duration in seconds.
     pub seconds: f64,
+    /// Each text by itself, if there are several.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub texts: Vec<TextMetrics>,
+}
+
+/// The evaluation of one of several held-back texts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TextMetrics {
+    /// The text's name.
+    pub name: String,
+    /// Mean loss of a token, in nats.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub loss: f64,
+    /// Tokens that were predicted.
+    pub tokens: u64,
 }
 
 impl EvaluationMetrics {
@@ -155,7 +171,22 @@ impl EvaluationMetrics {
         let loss = loss_sum / tokens as f64;
         let bits_per_byte =
             bytes.filter(|bytes| *bytes > 0).map(|bytes| loss_sum / std::f64::consts::LN_2 / bytes as f64);
-        EvaluationMetrics { step, loss, perplexity: loss.exp(), bits_per_byte, tokens, seconds }
+        EvaluationMetrics { step, loss, perplexity: loss.exp(), bits_per_byte, tokens, seconds, texts: Vec::new() }
+    }
+
+    /// With the losses of each text, if there are several and some of each was read.
+    pub fn with_texts(mut self, names: &[String], texts: &[TextLoss]) -> EvaluationMetrics {
+        let read = names.iter().zip(texts).filter(|(_, text)| text.targets > 0);
+        let metrics = |(name, text): (&String, &TextLoss)| TextMetrics {
+            name: name.clone(),
+            loss: text.loss_sum / text.targets as f64,
+            tokens: text.targets,
+        };
+        self.texts = read.map(metrics).collect();
+        if self.texts.len() < 2 {
+            self.texts.clear();
+        }
+        self
     }
 }
 
@@ -319,6 +350,7 @@ impl Recorder {
             ("validation_metrics/perplexity".to_owned(), metrics.perplexity),
         ];
         scalars.extend(metrics.bits_per_byte.map(|bits| ("validation_metrics/bits_per_byte".to_owned(), bits)));
+        scalars.extend(metrics.texts.iter().map(|text| (format!("validation_metrics/loss/{}", text.name), text.loss)));
         self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &scalars))
     }
 

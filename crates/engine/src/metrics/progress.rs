@@ -259,7 +259,8 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
     parts.join("  ")
 }
 
-/// `evaluation at step 500  loss 1.8741  perplexity 6.51  2.7031 bits/byte  111,540 tokens  1s`
+/// `evaluation at step 500  loss 1.8741  perplexity 6.51  2.7031 bits/byte  111,540 tokens  1s`.
+/// Behind it stand the losses of several texts: `(web 1.9021, code 1.4410)`
 pub fn evaluation_line(m: &EvaluationMetrics) -> String {
     let mut parts = vec![
         format!("evaluation at step {}", m.step),
@@ -269,6 +270,10 @@ pub fn evaluation_line(m: &EvaluationMetrics) -> String {
     parts.extend(m.bits_per_byte.map(|bits| format!("{bits:.4} bits/byte")));
     parts.push(format!("{} tokens", format_count(m.tokens as f64)));
     parts.push(duration(Duration::from_secs_f64(m.seconds.clamp(0.0, 1e9))));
+    if !m.texts.is_empty() {
+        let texts: Vec<String> = m.texts.iter().map(|text| format!("{} {:.4}", text.name, text.loss)).collect();
+        parts.push(format!("({})", texts.join(", ")));
+    }
     parts.join("  ")
 }
 
@@ -326,6 +331,7 @@ impl TimeLeft {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::evaluate::TextLoss;
     use crate::metrics::tests::sample;
 
     #[test]
@@ -342,6 +348,12 @@ mod tests {
         assert!(second.ends_with("1.5 GiB  epoch 1.25"), "{second}");
         let line = evaluation_line(&EvaluationMetrics::new(500, 1.5 * 111_540.0, 111_540, Some(111_540), 2.0));
         assert_eq!(line, "evaluation at step 500  loss 1.5000  perplexity 4.48  2.1640 bits/byte  111,540 tokens  2s");
+        let names = ["web", "code", "left off"].map(str::to_owned);
+        let texts = [(30.0, 20), (5.0, 10), (0.0, 0)].map(|(loss_sum, targets)| TextLoss { loss_sum, targets });
+        let several = EvaluationMetrics::new(7, 35.0, 30, None, 2.0).with_texts(&names, &texts);
+        assert!(evaluation_line(&several).ends_with("30 tokens  2s  (web 1.5000, code 0.5000)"), "{several:?}");
+        let one = EvaluationMetrics::new(7, 30.0, 20, None, 2.0).with_texts(&names[..1], &texts[..1]);
+        assert!(one.texts.is_empty(), "one text is all");
     }
 
     #[test]
