@@ -10,6 +10,7 @@ use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -50,7 +51,7 @@ const ZOOM_MS: f64 = 50.0;
 const LIST_MS: f64 = 1_000.0;
 
 /// A program that ends when this value is dropped.
-struct Started(Child);
+pub struct Started(Child);
 
 impl Drop for Started {
     fn drop(&mut self) {
@@ -186,7 +187,7 @@ fn train(binary: &Path, folder: &Path) -> Result<Started> {
 }
 
 /// Starts the dashboard and returns its address.
-fn serve(binary: &Path, runs: &Path) -> Result<(Started, String)> {
+pub fn serve(binary: &Path, runs: &Path) -> Result<(Started, String)> {
     let mut started = Started(Command::new(binary).arg("dash").arg(runs).stdout(Stdio::piped()).spawn()?);
     let mut line = String::new();
     BufReader::new(started.0.stdout.take().context("standard output")?).read_line(&mut line)?;
@@ -208,6 +209,14 @@ fn get(url: &str, path: &str) -> Result<String> {
     let mut text = String::new();
     connect(url, path, "Connection: close\r\n")?.read_to_string(&mut text)?;
     Ok(text)
+}
+
+/// Connections of `watchers` that receive every event. They are read by threads until they close.
+pub fn watch(url: &str, watchers: usize) -> Result<Vec<JoinHandle<u64>>> {
+    let listen = |mut stream: TcpStream| {
+        std::thread::spawn(move || std::io::copy(&mut stream, &mut std::io::sink()).unwrap_or(0))
+    };
+    (0..watchers).map(|_| connect(url, "/events", "").map(listen)).collect()
 }
 
 /// Watches the live run many times. Returns the number of watchers that hear of no record.

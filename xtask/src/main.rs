@@ -1,6 +1,6 @@
 //! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
-//! equality | exports | gpu | manifests | overlap | perfetto | pictures | slow-links | slurm |
-//! soak | traces | validate | verdicts | wheel`.
+//! equality | exports | gpu | manifests | overhead | overlap | perfetto | pictures |
+//! slow-links | slurm | soak | traces | validate | verdicts | wheel`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -19,6 +19,7 @@ mod gpu;
 mod lexer;
 mod manifests;
 mod markdown;
+mod overhead;
 mod overlap;
 mod perfetto;
 mod pictures;
@@ -55,6 +56,8 @@ enum Chore {
     /// Measure the release build against its bars and peers; prints a table and writes
     /// target/bench/NAME.json.
     Bench(bench::Options),
+    /// Measure what a run's record and the watchers of its dashboard take from a step.
+    Overhead(overhead::Options),
     /// Measure how much communication over a slow link hides behind computing: two network
     /// namespaces, MPI over TCP.
     Overlap(overlap::Options),
@@ -112,6 +115,7 @@ fn main() -> ExitCode {
         Chore::Test(options) => test::run(&root, &options),
         Chore::Tidy => tidy::run(&root),
         Chore::Bench(options) => bench::run(&root, &options),
+        Chore::Overhead(options) => overhead::run(&root, &options),
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Advise(options) => advise::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
