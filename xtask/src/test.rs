@@ -63,7 +63,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     })?;
     check(&mut report, "pictures", |_| Ok(pictures::run(root, &pictures::Options { check: true })?.into()))?;
     check(&mut report, "fuzz targets", |_| fuzz_targets_compile(root))?;
-    check(&mut report, "kernels of GPUs", |_| gpu::compiles(root))?;
+    check(&mut report, "kernels of GPUs", |_| gpu::compiles(root, options.all))?;
     install_cpp_compiler();
     let mpi = missing_for_mpi();
     if let Some(missing) = mpi {
