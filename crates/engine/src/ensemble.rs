@@ -96,11 +96,14 @@ impl EnsembleEvaluation {
         self.targets += 1;
         let models = self.members.len() as f64;
         let mut mean: Vec<f64> = Vec::new();
+        let mut of_target = Vec::with_capacity(self.members.len());
         let mut votes = Vec::with_capacity(self.members.len());
         for (logits, score) in logits.zip(&mut self.members) {
             let (probabilities, log_sum) = softmax(logits);
             let best = largest(&probabilities);
-            score.loss_sum = score.loss_sum.map(|sum| sum + log_sum - f64::from(logits[target]));
+            let log_probability = f64::from(logits[target]) - log_sum;
+            of_target.push(log_probability);
+            score.loss_sum = score.loss_sum.map(|sum| sum - log_probability);
             score.correct += u64::from(best == target);
             votes.push(best);
             mean.resize(probabilities.len(), 0.0);
@@ -116,7 +119,7 @@ impl EnsembleEvaluation {
             }
         };
         self.ensemble.correct += u64::from(chosen == target);
-        self.ensemble.loss_sum = self.ensemble.loss_sum.map(|sum| sum - mean[target].ln());
+        self.ensemble.loss_sum = self.ensemble.loss_sum.map(|sum| sum - log_mean(&of_target));
     }
 }
 
@@ -127,6 +130,13 @@ fn softmax(logits: &[f32]) -> (Vec<f64>, f64) {
     let sum: f64 = probabilities.iter().sum();
     probabilities.iter_mut().for_each(|probability| *probability /= sum);
     (probabilities, most + sum.ln())
+}
+
+/// The logarithm of the mean of the exponentials, which may be too small for f64 themselves.
+fn log_mean(logarithms: &[f64]) -> f64 {
+    let most = logarithms.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = logarithms.iter().map(|logarithm| (logarithm - most).exp()).sum();
+    most + (sum / logarithms.len() as f64).ln()
 }
 
 /// The index of the largest value; the first of equal ones.
@@ -175,6 +185,15 @@ mod tests {
         near(found.members[1].loss_sum, -(0.8f64.ln()));
         near(found.ensemble.loss_sum, -(0.525f64.ln()));
         assert_eq!((found.members[0].correct, found.members[1].correct, found.ensemble.correct), (0, 1, 1));
+    }
+
+    #[test]
+    fn probabilities_that_vanish_leave_the_loss_finite() {
+        let found = scores(&[[2000.0, 0.0, 0.0], [1000.0, 0.0, 0.0]], 1, Combination::Mean);
+        let [one, two] = [0, 1].map(|place| found.members[place].loss_sum.unwrap());
+        let together = found.ensemble.loss_sum.unwrap();
+        assert_eq!((one, two), (2000.0, 1000.0));
+        assert!((together - (1000.0 + 2f64.ln())).abs() < 1e-9, "{together}");
     }
 
     #[test]

@@ -179,6 +179,10 @@ fn together(args: &Args, kind: Ensemble, models: &[Trained]) -> Result<()> {
     if found.targets == 0 {
         bail!("the text has no token to predict: give documents of at least two tokens");
     }
+    let is_broken = |score: &Score| score.loss_sum.is_some_and(|sum| !sum.is_finite());
+    if let Some((name, _)) = names.iter().zip(&found.members).find(|(_, score)| is_broken(score)) {
+        bail!("the loss of {} is not finite: its weights hold NaN or infinities, or are close to it", name.display());
+    }
     let targets = found.targets as f64;
     let figures = |score: &Score| {
         let loss = score.loss_sum.map(|sum| sum / targets);
