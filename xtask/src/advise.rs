@@ -47,7 +47,7 @@ const CASES: [Case; 6] = [
 
 /// Tries levers of every case; false if a gain misses the bar.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    let program = options.program.clone().map_or_else(|| program(root), Ok)?;
+    let program = program(root, options.program.as_deref())?;
     let program = std::path::absolute(&program).with_context(|| format!("cannot resolve {}", program.display()))?;
     let folder = std::env::temp_dir().join(format!("trainyard-advise-{}", std::process::id()));
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;

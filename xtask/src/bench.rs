@@ -219,9 +219,9 @@ impl Bench {
     }
 }
 
-/// The release binary, built first.
-pub fn program(root: &Path) -> Result<PathBuf> {
-    build(root, &target_folder(root))
+/// The program that was given, else the release binary, built first.
+pub fn program(root: &Path, given: Option<&Path>) -> Result<PathBuf> {
+    given.map_or_else(|| build(root, &target_folder(root)), absolute)
 }
 
 /// Builds the release binary and returns its path.

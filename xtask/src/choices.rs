@@ -83,7 +83,7 @@ impl Way {
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
     // Both commands run in the folder of the text, because paths in a configuration are relative to
     // the working folder.
-    let program = options.program.clone().map_or_else(|| program(root), Ok)?;
+    let program = program(root, options.program.as_deref())?;
     let program = std::path::absolute(&program).with_context(|| format!("cannot resolve {}", program.display()))?;
     let folder = std::env::temp_dir().join(format!("trainyard-choices-{}", std::process::id()));
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;

@@ -62,10 +62,7 @@ impl Drop for Started {
 
 /// Runs the chore. True if every bar is held.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    let binary = match &options.binary {
-        Some(binary) => binary.canonicalize()?,
-        None => program(root)?,
-    };
+    let binary = program(root, options.binary.as_deref())?;
     ensure!(options.records >= RECORDS_MIN, "--records is at least {RECORDS_MIN}, so that all spikes lie in the run");
     let folder = std::env::temp_dir().join(format!("trainyard-dashboard-{}", std::process::id()));
     fs::create_dir_all(folder.join("runs"))?;

@@ -61,7 +61,7 @@ const CASES: [Case; 14] = [
 
 /// Checks every form; false if a parser refuses settings or a round trip changes the run.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    let program = options.program.clone().map_or_else(|| program(root), Ok)?;
+    let program = program(root, options.program.as_deref())?;
     let folder = target_folder(root).join("exports");
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let python = options.python.clone().map_or_else(|| environment(&folder.join("venv"), &PACKAGES, "--python"), Ok)?;

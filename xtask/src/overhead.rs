@@ -47,7 +47,7 @@ enum Kind {
 /// Measures. True if both bars are held.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
     ensure!(options.turns > 0, "--turns 0 measures nothing");
-    let program = options.program.clone().map_or_else(|| program(root), |path| Ok(path.canonicalize()?))?;
+    let program = program(root, options.program.as_deref())?;
     let folder = target_folder(root).join("overhead");
     if folder.exists() {
         fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;

@@ -61,7 +61,7 @@ pipeline_parallel_degree = 2
 
 /// Loads the traces and compares. True if Perfetto's figures are those of the traces.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
-    let program = options.program.clone().map_or_else(|| program(root), |path| Ok(path.canonicalize()?))?;
+    let program = program(root, options.program.as_deref())?;
     let folder = target_folder(root).join("perfetto");
     let runs = folder.join("runs");
     if runs.exists() {

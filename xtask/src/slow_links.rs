@@ -91,10 +91,7 @@ struct Measured {
 /// Measures every way. Returns true if the bars are held.
 pub fn run(root: &Path, options: &Options) -> Result<bool> {
     drop(Cable::new(None)?);
-    let binary = match &options.binary {
-        Some(binary) => binary.canonicalize()?,
-        None => program(root)?,
-    };
+    let binary = program(root, options.binary.as_deref())?;
     let folder = root.join("target/bench/slow-links");
     fs::create_dir_all(&folder)?;
     fs::write(folder.join("slow.toml"), CONFIG)?;

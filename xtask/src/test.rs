@@ -255,6 +255,7 @@ fn optional(root: &Path, subcommand: &str, arguments: &[&str]) -> Result<Check> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     #[test]
     fn result_lines_are_summed() {
@@ -274,5 +275,28 @@ mod tests {
         assert_eq!(report.skipped, [("a".to_owned(), "no NVRTC".to_owned())]);
         assert_eq!(report.failures, ["b"]);
         assert!(report.text().ends_with("failed: b\n0 passed, 0 failed, 1 skipped"), "{}", report.text());
+    }
+
+    /// Every package of a build with its features.
+    fn packages(arguments: &[&str]) -> BTreeSet<String> {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut command = Command::new(cargo);
+        command.args(["tree", "--offline", "--locked", "--prefix", "none", "--format", "{p} {f}"]).args(arguments);
+        let output = command.current_dir(crate::workspace_root()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines().map(|line| line.trim_end_matches(" (*)").to_owned()).collect()
+    }
+
+    /// `cargo xtask test` builds itself, then the tests. Where a package has other features in the
+    /// second build, it and all that uses it are compiled twice, which takes minutes.
+    #[test]
+    fn what_xtask_and_the_tests_both_need_is_compiled_once() {
+        let own = packages(&["--package", "xtask", "--edges", "normal,build"]);
+        let features = MPI.join(",");
+        let tests = packages(&["--workspace", "--features", &features, "--edges", "normal,build,dev"]);
+        let other: Vec<&String> = own.difference(&tests).collect();
+        assert!(other.is_empty(), "give them the features of the tests' build in xtask/Cargo.toml: {other:?}");
+        assert!(own.len() > 50, "{}", own.len());
     }
 }

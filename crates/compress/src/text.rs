@@ -3,7 +3,7 @@
 use crate::{Result, error::refuse};
 use trainyard_autograd::{Observer, Policy, Store, Tape};
 use trainyard_data::rng::Permutation;
-use trainyard_data::{EvalOptions, IndexedTokens, eval_batches};
+use trainyard_data::{IndexedTokens, eval_batches};
 use trainyard_engine::evaluate::{Evaluation, EvaluationSettings, slices};
 use trainyard_model::{Batch, Forward, Model, Output};
 use trainyard_tensor::cpu::philox::RandomKey;
@@ -77,14 +77,7 @@ impl Sequences {
         let mut left = settings.tokens_max.unwrap_or(u64::MAX);
         let mut batches = Vec::new();
         for text in texts {
-            let options = EvalOptions {
-                sequence_length: settings.sequence_length,
-                rows: settings.rows,
-                vocab_size: model.vocab_size() as u32,
-                respect_document_boundaries: settings.respect_document_boundaries,
-                tokens_max: Some(left),
-            };
-            let rows = eval_batches(text, options)?;
+            let rows = eval_batches(text, settings.options(model.vocab_size(), left))?;
             left -= rows.tokens_covered();
             for batch in rows {
                 batches.push(model.batch(device, &slices(&batch?))?);

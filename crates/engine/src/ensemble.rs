@@ -9,7 +9,7 @@ use crate::evaluate::{EvaluationSettings, slices};
 use crate::rank::Rank;
 use crate::state::does_not_fit;
 use trainyard_autograd::{Policy, Tape};
-use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, eval_batches};
+use trainyard_data::{IndexedTokens, MicroBatch, eval_batches};
 use trainyard_model::{Forward, Output};
 use trainyard_tensor::cpu::philox::RandomKey;
 
@@ -21,6 +21,16 @@ pub enum Combination {
     /// The token that most models find most probable. Of tokens with equally many votes, the one
     /// of the largest mean probability.
     Vote,
+}
+
+impl Combination {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Combination::Mean => "mean",
+            Combination::Vote => "vote",
+        }
+    }
 }
 
 /// The quality of predictions.
@@ -66,14 +76,7 @@ pub fn evaluate_ensemble(
         EnsembleEvaluation { targets: 0, members: vec![alone; models.len()], ensemble: Score { loss_sum, correct: 0 } };
     let mut left = settings.tokens_max.unwrap_or(u64::MAX);
     for text in texts {
-        let options = EvalOptions {
-            sequence_length: settings.sequence_length,
-            rows: settings.rows,
-            vocab_size: vocab_size as u32,
-            respect_document_boundaries: settings.respect_document_boundaries,
-            tokens_max: Some(left),
-        };
-        let batches = eval_batches(text, options)?;
+        let batches = eval_batches(text, settings.options(vocab_size, left))?;
         left -= batches.tokens_covered();
         for batch in batches {
             let batch = batch?;

@@ -59,6 +59,20 @@ pub struct EvaluationSettings {
     pub tokens_max: Option<u64>,
 }
 
+impl EvaluationSettings {
+    /// The division of a text of which at most `left` more tokens are predicted, for a model of
+    /// `vocab_size` tokens.
+    pub fn options(&self, vocab_size: usize, left: u64) -> EvalOptions {
+        EvalOptions {
+            sequence_length: self.sequence_length,
+            rows: self.rows,
+            vocab_size: vocab_size as u32,
+            respect_document_boundaries: self.respect_document_boundaries,
+            tokens_max: Some(left),
+        }
+    }
+}
+
 /// Evaluates the model on all of `texts`, or on their beginning. Data ranks call this together and
 /// share the batches: rank r of n takes every n-th. Losses are summed in the order of the batches,
 /// so the sum does not depend on n.
@@ -102,14 +116,7 @@ pub fn evaluate_until(
     // Of each text, one past its last batch, and its targets.
     let mut ends = Vec::with_capacity(texts.len());
     for text in texts {
-        let options = EvalOptions {
-            sequence_length: settings.sequence_length,
-            rows: settings.rows,
-            vocab_size: rank.model().vocab_size() as u32,
-            respect_document_boundaries: settings.respect_document_boundaries,
-            tokens_max: Some(left),
-        };
-        let batches = eval_batches(text, options)?;
+        let batches = eval_batches(text, settings.options(rank.model().vocab_size(), left))?;
         left -= batches.tokens_covered();
         let end = progress.tokens + batches.tokens_covered();
         bytes = match bytes {

@@ -109,11 +109,15 @@ impl Faults {
         }
     }
 
-    /// The faults that have not struck yet, of `rank`, or of all ranks if it is None.
-    pub fn to_come(&self, rank: Option<u32>) -> Vec<&Fault> {
+    /// The faults that have not struck yet, each with its rank and its text: of `rank`, or of all
+    /// ranks if it is None.
+    pub fn to_come(&self, rank: Option<u32>) -> Vec<(u32, String)> {
         let own = self.in_programs.iter().filter(|(_, struck)| !struck.load(Ordering::Relaxed));
-        let all = own.map(|(fault, _)| fault).chain(self.in_exchanges.to_come());
-        all.filter(|fault| rank.is_none_or(|rank| fault.rank == rank)).collect()
+        let once = own.map(|(fault, _)| fault).chain(self.in_exchanges.to_come());
+        let once = once.map(|fault| (fault.rank, fault.to_string()));
+        let flips = self.flips.iter().filter(|flip| !flip.struck.load(Ordering::Relaxed));
+        let all = once.chain(flips.map(|flip| (flip.rank, flip.to_string())));
+        all.filter(|(of, _)| rank.is_none_or(|rank| *of == rank)).collect()
     }
 
     fn all(&self) -> impl Iterator<Item = &Fault> {

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_program::{Program, StepKind};
 use trainyard_record::RecordError;
-use trainyard_record::monitor::{self, Inside, Monitor};
+use trainyard_record::monitor::{self, Gpus, Inside, Monitor};
 use trainyard_record::programs::{Programs, Work};
 use trainyard_record::steps::{Step, StepWriter, Times};
 use trainyard_tensor::{Call, Purpose};
@@ -67,7 +67,8 @@ impl Recording {
             }
         };
         let path = monitor::path(&session.folder, world.rank() as u32);
-        let monitor = watches.then(|| Monitor::start(&path, monitor::INTERVAL, inside)).transpose()?;
+        let gpus = if session.rank.device().as_cuda().is_some() { Gpus::find() } else { Gpus::none() };
+        let monitor = watches.then(|| Monitor::start(&path, monitor::INTERVAL, gpus, inside)).transpose()?;
         Ok(Recording { steps, monitor, step })
     }
 

@@ -70,8 +70,17 @@ struct Flows {
     sends: BTreeMap<Message, f64>,
 }
 
-/// A message between two ranks: step, sender, receiver, unit, micro-batch, forward or backward.
-type Message = (u64, u32, u32, u32, u32, bool);
+/// A message between two ranks: step, sender, receiver, unit, micro-batch, phase.
+type Message = (u64, u32, u32, u32, u32, Phase);
+
+/// The message that an action of `rank` sends or receives.
+fn message_of(step: u64, rank: u32, action: Action) -> Option<Message> {
+    match action {
+        Action::Send { to, unit, micro_batch, phase } => Some((step, rank, to, unit, micro_batch, phase)),
+        Action::Recv { from, unit, micro_batch, phase } => Some((step, from, rank, unit, micro_batch, phase)),
+        _ => None,
+    }
+}
 
 impl Flows {
     fn number(&mut self, message: Message) -> usize {
@@ -83,10 +92,9 @@ impl Flows {
         self.sends.clear();
         for (rank, program) in step.replay.programs().iter().enumerate() {
             for (instruction, span) in program.instructions.iter().zip(&step.spans[rank]) {
-                if let Action::Send { to, unit, micro_batch, phase } = instruction.action {
-                    let message = (step.step, program.rank, to, unit, micro_batch, phase == Phase::Forward);
-                    self.sends.insert(message, span.start_s);
-                }
+                let is_send = matches!(instruction.action, Action::Send { .. });
+                let message = message_of(step.step, program.rank, instruction.action).filter(|_| is_send);
+                self.sends.extend(message.map(|message| (message, span.start_s)));
             }
         }
     }
@@ -161,31 +169,24 @@ fn instructions(
                 "kernels": done.kernels,
             },
         }));
-        let begin_of_message = |message: &Message| flows.sends.get(message).copied().unwrap_or(span.start_s);
-        match instruction.action {
-            Action::Send { to, unit, micro_batch, phase } => {
-                let message = (step.step, program.rank, to, unit, micro_batch, phase == Phase::Forward);
+        let Some(message) = message_of(step.step, program.rank, instruction.action) else { continue };
+        let (phase, at) = match instruction.action {
+            Action::Send { .. } => ("s", ts),
+            _ => {
+                // An end that is not after its begin counts for nothing.
+                let sent = flows.sends.get(&message).map_or(span.start_s, |sent| sent + 1e-9);
+                let [arrives, dur] = slice(begin + sent.clamp(span.start_s, span.end_s), begin + span.end_s);
                 events.push(json!({
-                    "name": "message", "cat": "message", "ph": "s", "id": flows.number(message), "bp": "e", "ts": ts,
-                    "pid": program.rank, "tid": lane.track(),
-                }));
-            }
-            Action::Recv { from, unit, micro_batch, phase } => {
-                let message = (step.step, from, program.rank, unit, micro_batch, phase == Phase::Forward);
-                // An end that is not after its begin counts for nothing either.
-                let arrives = (begin_of_message(&message) + 1e-9).clamp(span.start_s, span.end_s);
-                let [ts, dur] = slice(begin + arrives, begin + span.end_s);
-                events.push(json!({
-                    "name": "arrives", "cat": "message", "ph": "X", "ts": ts, "dur": dur,
+                    "name": "arrives", "cat": "message", "ph": "X", "ts": arrives, "dur": dur,
                     "pid": program.rank, "tid": lane.track(), "args": {"step": step.step},
                 }));
-                events.push(json!({
-                    "name": "message", "cat": "message", "ph": "f", "id": flows.number(message), "bp": "e", "ts": ts,
-                    "pid": program.rank, "tid": lane.track(),
-                }));
+                ("f", arrives)
             }
-            _ => {}
-        }
+        };
+        events.push(json!({
+            "name": "message", "cat": "message", "ph": phase, "id": flows.number(message), "bp": "e", "ts": at,
+            "pid": program.rank, "tid": lane.track(),
+        }));
     }
 }
 

@@ -18,7 +18,7 @@ use trainyard_base::lock;
 
 mod gpus;
 mod system;
-use gpus::Gpus;
+pub use gpus::Gpus;
 use system::Counters;
 
 /// Time between two samples.
@@ -52,7 +52,7 @@ pub struct Sample {
     /// The warmest sensor, in degrees Celsius.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub temperature_c: Option<f64>,
-    /// NVIDIA's GPUs of the machine, at the end.
+    /// NVIDIA's GPUs of the machine, at the end, if the run computes on one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<Gpu>,
 }
@@ -254,13 +254,15 @@ struct Shared {
 }
 
 impl Monitor {
-    /// Begins to append samples to the file at `path`. `inside` is called for each of them.
+    /// Begins to append samples to the file at `path`, with those of `gpus`. `inside` is called for
+    /// each of them.
     ///
     /// # Errors
     /// A file that cannot be written, or a thread that cannot be started.
     pub fn start(
         path: &Path,
         interval: Duration,
+        gpus: Gpus,
         inside: impl Fn() -> Inside + Send + 'static,
     ) -> Result<Monitor, RecordError> {
         let mut file = OpenOptions::new()
@@ -280,7 +282,6 @@ impl Monitor {
         let shared = Arc::new(Shared::default());
         let (own, file_path) = (Arc::clone(&shared), path.to_owned());
         let run = move || {
-            let gpus = Gpus::find();
             let mut before = Counters::now();
             let mut ended = lock(&own.ended);
             while !*ended {
@@ -361,9 +362,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = path(folder.path(), 0);
         let interval = Duration::from_secs(3600);
-        drop(Monitor::start(&path, interval, Inside::default).unwrap());
+        drop(Monitor::start(&path, interval, Gpus::none(), Inside::default).unwrap());
         assert_eq!(read(&path).unwrap(), [], "too short to tell anything");
-        let monitor = Monitor::start(&path, Duration::from_millis(250), Inside::default).unwrap();
+        let monitor = Monitor::start(&path, Duration::from_millis(250), Gpus::none(), Inside::default).unwrap();
         std::thread::sleep(Duration::from_millis(100));
         drop(monitor);
         assert!(!read(&path).unwrap().is_empty());
@@ -375,7 +376,7 @@ mod tests {
         let path = path(folder.path(), 0);
         std::fs::write(&path, "{\"step\": 3}\n{\"st").unwrap();
         let (said, hear) = std::sync::mpsc::channel();
-        let monitor = Monitor::start(&path, Duration::from_millis(1), move || {
+        let monitor = Monitor::start(&path, Duration::from_millis(1), Gpus::none(), move || {
             said.send(()).ok();
             Inside { step: 7, ..Inside::default() }
         });

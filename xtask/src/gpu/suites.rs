@@ -159,7 +159,7 @@ impl Executables {
 
     /// The program, built in release mode if it does not exist yet.
     pub fn program(&self, root: &Path) -> Result<PathBuf> {
-        self.0.get(PROGRAM).map_or_else(|| crate::bench::program(root), |path| Ok(path.clone()))
+        self.0.get(PROGRAM).map_or_else(|| crate::bench::program(root, None), |path| Ok(path.clone()))
     }
 }
 
@@ -197,7 +197,7 @@ fn artifacts(messages: &str) -> BTreeMap<String, PathBuf> {
 pub fn pack(root: &Path, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let mut all = Executables::build(root)?.0;
-    all.insert(PROGRAM.to_owned(), crate::bench::program(root)?);
+    all.insert(PROGRAM.to_owned(), crate::bench::program(root, None)?);
     all.insert("xtask".to_owned(), std::env::current_exe().context("this program has no path")?);
     let mut total = 0;
     for (name, path) in &all {

@@ -6,7 +6,7 @@ use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use trainyard_engine::ensemble::{Combination, Score, evaluate_ensemble};
+use trainyard_engine::ensemble::{Combination, EnsembleEvaluation, Score, evaluate_ensemble};
 use trainyard_engine::evaluate::{EvaluationProgress, EvaluationSettings, evaluate_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::rank::Rank;
@@ -59,6 +59,15 @@ enum Ensemble {
     Vote,
 }
 
+impl From<Ensemble> for Combination {
+    fn from(kind: Ensemble) -> Combination {
+        match kind {
+            Ensemble::Mean => Combination::Mean,
+            Ensemble::Vote => Combination::Vote,
+        }
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let runtime = args.runtime.resolve()?;
@@ -71,7 +80,7 @@ pub fn run(args: &Args) -> Result<()> {
         (None, [model]) => alone(args, model, &open_model(model)?),
         (None, _) => bail!("{} models: say how to combine them, --ensemble mean or vote", models.len()),
         (Some(_), [_]) => bail!("--ensemble combines several models, and this is one"),
-        (Some(kind), _) => together(args, kind, &models.iter().map(open_model).collect::<Result<Vec<_>>>()?),
+        (Some(kind), _) => together(args, kind.into(), &models.iter().map(open_model).collect::<Result<Vec<_>>>()?),
     }
 }
 
@@ -147,7 +156,7 @@ fn settings(args: &Args, trained: &Trained, rows: u32) -> Result<EvaluationSetti
 }
 
 /// Evaluates several models, alone and together.
-fn together(args: &Args, kind: Ensemble, models: &[Trained]) -> Result<()> {
+fn together(args: &Args, kind: Combination, models: &[Trained]) -> Result<()> {
     let names = &args.models;
     let first = &models[0];
     let tokenizer = args.bos.tokenizer(first)?;
@@ -164,16 +173,12 @@ fn together(args: &Args, kind: Ensemble, models: &[Trained]) -> Result<()> {
     let shortest = each.iter().min_by_key(|settings| settings.sequence_length).expect("there are models");
     let scratch = Scratch::new()?;
     let texts = open(&args.data, &args.text_field, &tokenizer, scratch.path())?;
-    let combination = match kind {
-        Ensemble::Mean => Combination::Mean,
-        Ensemble::Vote => Combination::Vote,
-    };
     let ranks: Vec<&Rank> = models.iter().map(|model| &model.rank).collect();
     let mut display = progress::for_stderr();
     let of =
         texts.iter().map(|text| text.tokens().saturating_sub(1)).sum::<u64>().min(args.tokens_max.unwrap_or(u64::MAX));
     let mut shown = |tokens| display.evaluating(EvaluationProgress { tokens, of });
-    let found = evaluate_ensemble(&ranks, &texts, *shortest, combination, &mut shown);
+    let found = evaluate_ensemble(&ranks, &texts, *shortest, kind, &mut shown);
     display.end();
     let found = found?;
     if found.targets == 0 {
@@ -183,6 +188,11 @@ fn together(args: &Args, kind: Ensemble, models: &[Trained]) -> Result<()> {
     if let Some((name, _)) = names.iter().zip(&found.members).find(|(_, score)| is_broken(score)) {
         bail!("the loss of {} is not finite: its weights hold NaN or infinities, or are close to it", name.display());
     }
+    show_together(args, kind, &found)
+}
+
+/// Prints the scores of an ensemble and of its members.
+fn show_together(args: &Args, kind: Combination, found: &EnsembleEvaluation) -> Result<()> {
     let targets = found.targets as f64;
     let figures = |score: &Score| {
         let loss = score.loss_sum.map(|sum| sum / targets);
@@ -192,10 +202,7 @@ fn together(args: &Args, kind: Ensemble, models: &[Trained]) -> Result<()> {
         let (loss, perplexity, accuracy) = figures(score);
         json!({"loss": loss, "perplexity": perplexity, "accuracy": accuracy})
     };
-    let words = match kind {
-        Ensemble::Mean => "mean",
-        Ensemble::Vote => "vote",
-    };
+    let (names, words) = (&args.models, kind.name());
     if args.json {
         let members = names.iter().zip(&found.members).map(|(name, score)| {
             let mut line = object(score);
@@ -215,7 +222,7 @@ fn together(args: &Args, kind: Ensemble, models: &[Trained]) -> Result<()> {
         "perplexity",
         "accuracy"
     ))?;
-    let label = format!("{words} of {}", models.len());
+    let label = format!("{words} of {}", names.len());
     let rows = names.iter().map(|name| name.display().to_string()).zip(&found.members);
     for (name, score) in rows.chain([(label, &found.ensemble)]) {
         let (loss, perplexity, accuracy) = figures(score);

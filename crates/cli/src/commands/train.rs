@@ -207,11 +207,10 @@ fn run_ranks(args: &Args, process_start: Instant) -> Result<Ending> {
 fn say_what_did_not_strike(faults: &Faults) -> Result<()> {
     let environment = Environment::detect()?;
     let own = (environment.world > 1).then_some(environment.rank);
-    for fault in faults.to_come(own) {
+    for (rank, fault) in faults.to_come(own) {
         note(&warning(format_args!(
-            "{VARIABLE}: `{fault}` did not strike: the run did not come to this place of rank {}, or sent nothing there to corrupt (steps count from 0, \
-             `trainyard program` numbers the instructions)",
-            fault.rank
+            "{VARIABLE}: `{fault}` did not strike: the run did not come to this place of rank {rank}, or sent nothing there to corrupt (steps count from 0, \
+             `trainyard program` numbers the instructions)"
         )));
     }
     Ok(())

@@ -7,10 +7,12 @@
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
+use signal_hook::consts::{SIGINT, SIGTERM};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
 use trainyard_engine::checkpoint::{Checkpoint, open_step, steps_of};
 use trainyard_engine::session::files;
 
@@ -70,13 +72,13 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             "tensors": {"compared": tensors.compared, "different": tensors.different},
         }))?;
     } else {
-        print(format!("replayed     steps {} to {to} of {}", from + 1, args.run.display()))?;
+        print(format_args!("replayed     steps {} to {to} of {}\n", from + 1, args.run.display()))?;
         steps.print("losses", "losses and gradient norms")?;
         tensors.print("tensors", "tensors of parameters and optimizer state")?;
         if !same {
             print(
                 "One of the two computed wrongly, or they ran on other kernels, ranks or settings: compare `kernels` in\n\
-                 the output of both. Replay it on a third machine to see which one is wrong.",
+                 the output of both. Replay it on a third machine to see which one is wrong.\n",
             )?;
         }
     }
@@ -141,6 +143,11 @@ fn replay(folder: &Path, to: u64, sets: &[String]) -> Result<()> {
     sets.iter().for_each(|set| {
         command.args(["--set", set]);
     });
+    // A signal from the terminal reaches the replay too, which stops at it. This process then goes
+    // on and removes the copy.
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, Arc::default()).context("signal handling")?;
+    }
     let ended = command.stdout(Stdio::null()).status().context("cannot start the replay")?;
     ensure!(ended.success(), "the replay failed ({ended}); its reason stands above");
     Ok(())
@@ -156,12 +163,12 @@ struct Compared {
 impl Compared {
     fn print(&self, label: &str, what: &str) -> Result<()> {
         if self.different.is_empty() {
-            return print(format!("{label:<12} {} {what} are the same bits", count(self.compared as u64)));
+            return print(format_args!("{label:<12} {} {what} are the same bits\n", count(self.compared as u64)));
         }
         let named = self.different.iter().take(NAMED_MAX).cloned().collect::<Vec<_>>().join("; ");
         let more = if self.different.len() > NAMED_MAX { "; ..." } else { "" };
         let (different, all) = (count(self.different.len() as u64), count(self.compared as u64));
-        print(format!("{label:<12} {different} of {all} {what} differ: {named}{more}"))
+        print(format_args!("{label:<12} {different} of {all} {what} differ: {named}{more}\n"))
     }
 }
 

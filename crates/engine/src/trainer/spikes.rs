@@ -116,6 +116,8 @@ impl Run<'_> {
         self.returns = (step, count + 1);
         let progress = &mut *self.progress;
         self.session.go_back(step, &mut |line| progress.note(line))?;
+        // What was compared after this step was undone.
+        self.agreed_replicas = self.agreed_replicas.min(step);
         let session = &mut *self.session;
         self.loader = loader(session)?;
         if let Some(recorder) = &mut self.recorder {

@@ -28,6 +28,11 @@ const SLOWED: [(ThrottleReasons, &str); 6] = [
 pub struct Gpus(Option<Nvml>);
 
 impl Gpus {
+    /// No GPU: for a run that computes on the processor.
+    pub fn none() -> Gpus {
+        Gpus(None)
+    }
+
     /// Looks for the library.
     pub fn find() -> Gpus {
         Gpus(Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().ok())
