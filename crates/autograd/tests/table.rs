@@ -12,7 +12,7 @@ use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
 use trainyard_tensor::ops::experts::{BalanceFactors, EXCESS_UNIT, Gate, Router};
-use trainyard_tensor::ops::{ContextSegments, HeadLayout, Segments, TablePart};
+use trainyard_tensor::ops::{ContextSegments, Distillation, Divergence, HeadLayout, Segments, TablePart, Taught};
 use trainyard_tensor::{DType, Device, Purpose};
 
 /// At least one example for every row of the table.
@@ -58,6 +58,23 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
             let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);
             t.linear_cross_entropy(&x[0], p(0), &targets, 0.7)
         })],
+        "distillation_loss" => {
+            let divergences = [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::JensenShannon { beta: 0.3 }];
+            let settings = divergences.into_iter().zip([1.0, 2.0, 0.5]);
+            let examples = settings.map(|(divergence, temperature)| {
+                let device = device.clone();
+                example(&[&[6, 5]], &[&[11, 5]], move |t, x| {
+                    let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);
+                    let taught = Taught {
+                        x: device.tensor([6, 3], &values(18, 5), Purpose::Activations)?,
+                        w: device.tensor([11, 3], &values(33, 6), Purpose::Params)?,
+                        distillation: Distillation { weight: 0.6, temperature, divergence },
+                    };
+                    t.distillation_loss(&x[0], p(0), taught, &targets, 0.7)
+                })
+            });
+            examples.collect()
+        }
         "bias" => vec![example(&[&[5, 9]], &[&[9]], |t, x| t.add_bias(&x[0], p(0)))],
         // Each part's loss is the whole one, and its gradient a summand: all but one loss is taken
         // off without its gradient.

@@ -14,8 +14,8 @@ mod output;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    advise, bench, calibrate, completions, config, dash, data, doctor, eval, export, generate, launch, merge, plan,
-    program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train, tune, verify,
+    advise, bench, calibrate, completions, config, dash, data, distill, doctor, eval, export, generate, launch, merge,
+    plan, program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train, tune, verify,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -32,6 +32,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Train(train::Args),
+    Distill(Box<distill::Args>),
     Launch(launch::Args),
     Supervise(supervise::Args),
     Eval(eval::Args),
@@ -89,6 +90,7 @@ fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let result = match parse(&arguments) {
         Command::Train(args) => train::run(&args, process_start),
+        Command::Distill(args) => distill::run(*args, process_start),
         Command::Launch(args) => launch::run(&args, |arguments| {
             parse(arguments);
         }),

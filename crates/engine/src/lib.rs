@@ -27,6 +27,7 @@ pub mod collectives;
 pub mod config;
 pub mod corpora;
 pub mod device;
+mod distill;
 pub mod early_stopping;
 pub mod encoded;
 pub mod ensemble;

@@ -5,6 +5,7 @@ use crate::checkpoint::{self, Checkpoint, CheckpointStore, Choice, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
 use crate::corpora::Corpora;
+use crate::distill;
 use crate::early_stopping::EarlyStopping;
 use crate::limit::{self, Copies};
 use crate::links::Links;
@@ -209,6 +210,9 @@ impl Session {
             )));
         }
         let spec = model_spec(&resolved)?;
+        if let Some(teacher) = &resolved.config.distillation.teacher {
+            distill::check_tokenizer(teacher, &corpora.tokenizer)?;
+        }
         shape::check_device(&resolved, &spec)?;
         crate::shape::model_notes(&resolved, &spec).iter().for_each(|line| note(line));
         if corpora.tokenizer.vocab_size() > spec.vocab_size {
@@ -291,6 +295,9 @@ impl Session {
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
+        if let Some(teacher) = &resolved.config.distillation.teacher {
+            distill::load(&rank, teacher, note)?;
+        }
         if !rank.tiers_are_direct() {
             note(&warning(
                 "no direct I/O where offloaded state lies: it passes through the page cache, which is memory that no limit counts",

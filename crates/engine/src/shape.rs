@@ -366,7 +366,7 @@ pub fn context_split(resolved: &Resolved, rank: u32) -> ContextSplit {
 /// A model that cannot be divided among the ranks.
 pub fn model_of(resolved: &Resolved, spec: ModelSpec, rank: u32) -> Result<Model> {
     let whole = split(spec, tensor_split(resolved, rank), context_split(resolved, rank))?;
-    Ok(whole.tuned(&tuning(&resolved.config))?)
+    crate::distill::taught(whole.tuned(&tuning(&resolved.config))?, resolved)
 }
 
 /// The usual width of adapters.

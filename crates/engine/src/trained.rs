@@ -163,6 +163,20 @@ pub(crate) fn find_checkpoint(folder: &Path, choice: Choice, note: &mut impl FnM
     Ok(found)
 }
 
+/// The model, without weights, and the tokenizer of what [`open_trained`] opens.
+///
+/// # Errors
+/// As [`open_trained`], less those of weights and checkpoints.
+pub(crate) fn open_model(folder: &Path, note: impl FnMut(&str)) -> Result<(Model, Tokenizer)> {
+    if !folder.join(files::MODEL).is_file() {
+        let (spec, tokenizer) = open_description(folder, note)?;
+        return Ok((Model::new(spec)?, tokenizer));
+    }
+    let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
+    let tokenizer = Tokenizer::load(&folder.join(files::TOKENIZER))?;
+    Ok((Model::new(read_spec(folder)?)?.tuned(&tuning(&config))?, tokenizer))
+}
+
 fn open_hugging_face(
     folder: &Path,
     device: &Device,

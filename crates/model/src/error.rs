@@ -41,6 +41,9 @@ pub enum ModelError {
     /// A model cannot be fine-tuned as asked.
     #[error("fine-tuning: {0}")]
     Tuning(String),
+    /// A model cannot learn from a teacher.
+    #[error("teacher: {0}")]
+    Teacher(String),
     /// The key/value cache cannot do what was asked.
     #[error("key/value cache: {0}")]
     Cache(String),

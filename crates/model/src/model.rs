@@ -8,6 +8,7 @@ use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
 use crate::spec::{ModelSpec, RopeSpec};
 use crate::split::{ContextSplit, Division, TensorSplit};
+use crate::teacher::{TaughtUnit, Teacher};
 use crate::tuning::{Adapters, Tuning, tuned};
 use crate::unit::{Forward, Unit};
 use crate::units::{Embedding, Head};
@@ -29,6 +30,7 @@ pub struct Model {
     positions_max: Option<usize>,
     tuning: Tuning,
     adapters: Adapters,
+    teacher: Option<Arc<Teacher>>,
 }
 
 impl Model {
@@ -74,14 +76,15 @@ impl Model {
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
         let (tuning, adapters) = Default::default();
-        Ok(Model { spec: Some(spec), division, context, units, vocab_size, positions_max, tuning, adapters })
+        let teacher = None;
+        Ok(Model { spec: Some(spec), division, context, units, vocab_size, positions_max, tuning, adapters, teacher })
     }
 
     /// A model of the caller's own units. `vocab_size` bounds tokens and targets.
     pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
         let (tuning, adapters) = Default::default();
-        let (spec, division, context, positions_max) = (None, None, ContextSplit::WHOLE, None);
-        let model = Model { spec, division, context, units, vocab_size, positions_max, tuning, adapters };
+        let (spec, division, context, positions_max, teacher) = (None, None, ContextSplit::WHOLE, None, None);
+        let model = Model { spec, division, context, units, vocab_size, positions_max, tuning, adapters, teacher };
         model.check_units()?;
         Ok(model)
     }
@@ -91,6 +94,30 @@ impl Model {
         (self.units, self.adapters) = tuned(std::mem::take(&mut self.units), ranks, tuning)?;
         self.tuning = tuning.clone();
         Ok(self)
+    }
+
+    /// The same model as a student: in training, the loss of its last unit has a part that comes
+    /// from the teacher. Evaluation is as before.
+    ///
+    /// # Errors
+    /// Another vocabulary; a last unit that is split over ranks or makes no logits.
+    pub fn taught(mut self, teacher: Arc<Teacher>) -> Result<Model> {
+        let (own, other) = (self.vocab_size, teacher.model().vocab_size);
+        if own != other {
+            return Err(ModelError::Teacher(format!(
+                "it has a vocabulary of {other} and the student one of {own}: what is compared is distributions over one \
+                 vocabulary"
+            )));
+        }
+        let last = self.units.pop().ok_or_else(|| ModelError::Teacher("the student has no units".into()))?;
+        self.units.push(Box::new(TaughtUnit::new(last, Arc::clone(&teacher))?));
+        self.teacher = Some(teacher);
+        Ok(self)
+    }
+
+    /// Its teacher; None if it learns from targets alone.
+    pub fn teacher(&self) -> Option<&Arc<Teacher>> {
+        self.teacher.as_ref()
     }
 
     /// The trained part of it.
@@ -129,6 +156,9 @@ impl Model {
                 flops -= 2.0 * elements;
             }
         }
+        // A teacher runs forward alone: 2 of 6 parts.
+        let teacher = self.teacher.as_ref().and_then(|teacher| teacher.model().spec());
+        flops += teacher.map_or(0.0, |spec| spec.flops_per_token(length).convention / 3.0);
         // Blocks below the lowest have no backward: 8 of the 12 parts of attention.
         let width = (spec.heads * spec.head_dim) as f64;
         Some(flops - 8.0 * (lowest.saturating_sub(1).min(spec.layers) * length) as f64 * width)

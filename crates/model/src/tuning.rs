@@ -106,6 +106,10 @@ impl Unit for TunedUnit {
         self.inner.borrowed()
     }
 
+    fn vocabulary(&self) -> Option<ParamId> {
+        self.inner.vocabulary()
+    }
+
     fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var> {
         self.inner.forward(tape, cx, input)
     }

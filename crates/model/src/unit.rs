@@ -27,6 +27,9 @@ pub enum Output {
     /// The logits of every token, [m, v]. The last segment of a split head gives those of this
     /// rank's part of the vocabulary; the ranks' columns in their order are all.
     Logits,
+    /// The final hidden states of every token, [m, d], of which a whole head makes its logits by
+    /// the matrix [`Unit::vocabulary`].
+    Hidden,
     /// The logits of the last token, [1, v]; no gradient flows through them. Of a split head as for
     /// [`Output::Logits`].
     LastLogits,
@@ -94,6 +97,12 @@ pub trait Unit: Send + Sync {
     /// embedding names the token table here.
     fn borrowed(&self) -> &[ParamId] {
         &[]
+    }
+
+    /// The matrix [v, d] by which a whole head makes logits of [`Output::Hidden`]; None for a unit
+    /// that makes none, or in another way.
+    fn vocabulary(&self) -> Option<ParamId> {
+        None
     }
 
     /// Runs the unit. `input` is the output of the unit before, [m, d]; None for the first.

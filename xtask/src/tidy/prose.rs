@@ -50,6 +50,7 @@ const SHORT_PAGES: &[&str] = &[
     "docs/config.md",
     "docs/cost-model.md",
     "docs/data.md",
+    "docs/distillation.md",
     "docs/equality.md",
     "docs/families.md",
     "docs/finding-bottlenecks.md",

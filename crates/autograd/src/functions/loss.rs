@@ -22,6 +22,18 @@ pub struct LinearCrossEntropy {
     eager: bool,
 }
 
+/// One call with a teacher; inputs are x and w.
+#[derive(Clone, Debug)]
+pub struct DistillationLoss {
+    targets: Tensor,
+    /// The teacher's matrix of the vocabulary.
+    teacher: Tensor,
+    distillation: ops::Distillation,
+    scale: f32,
+    /// True if forward already computed the gradients.
+    eager: bool,
+}
+
 /// One call of a head of whose vocabulary only a part is here; inputs are x and w.
 #[derive(Clone, Debug)]
 pub struct PartCrossEntropy {
@@ -92,6 +104,64 @@ impl Tape<'_> {
         }
         let loss = ops::linear_cross_entropy(x.tensor(), &weight.value, targets, scale)?;
         self.record_one(function, &inputs, loss, |tape| vec![tape.save(x)])
+    }
+}
+
+impl Tape<'_> {
+    /// As [`Tape::linear_cross_entropy`], of a student that learns from a teacher's logits too
+    /// ([`ops::distillation_loss`]). No gradient flows to the teacher.
+    pub fn distillation_loss(
+        &mut self,
+        x: &Var,
+        w: ParamId,
+        taught: ops::Taught,
+        targets: &Tensor,
+        scale: f32,
+    ) -> Result<Var> {
+        let weight = self.parameter(w)?;
+        let inputs = [Operand::from(x), w.into()];
+        let recorded = self.records() && self.any_wanted(&inputs)?;
+        let (teacher, distillation) = (taught.w.clone(), taught.distillation);
+        let mut function = DistillationLoss { targets: targets.clone(), teacher, distillation, scale, eager: false };
+        if recorded && self.gradients().is_some() {
+            function.eager = true;
+            let trained = weight.trained;
+            let target = match self.gradients() {
+                Some(gradients) if trained => gradients.target(w)?,
+                _ => None,
+            };
+            let (loss, dx) = function.gradients(x.tensor(), &weight.value, taught.x, target)?;
+            return self.record_one(function, &inputs, loss, |_| vec![Saved::Tensor(dx)]);
+        }
+        let loss = ops::distillation_loss(x.tensor(), &weight.value, &taught, targets, scale)?;
+        self.record_one(function, &inputs, loss, |tape| vec![tape.save(x), Saved::Tensor(taught.x)])
+    }
+}
+
+impl DistillationLoss {
+    /// The loss and the gradient of x; `hidden` is the teacher's x.
+    fn gradients(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        hidden: Tensor,
+        mut dw: Option<GradientTarget>,
+    ) -> Result<(Tensor, Tensor)> {
+        let dw = dw.as_mut().map(|t| (&mut t.tensor, t.overwrite));
+        let taught = ops::Taught { x: hidden, w: self.teacher.clone(), distillation: self.distillation };
+        Ok(ops::distillation_loss_with_gradients(x, w, &taught, &self.targets, self.scale, dw)?)
+    }
+}
+
+impl Differentiable for DistillationLoss {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(factor) = upstream_factor(cx, self.eager)? else { return Ok(()) };
+        let (x, hidden) = (cx.saved(0)?, cx.saved(1)?);
+        let weight = cx.parameter(1)?;
+        let target = cx.gradient_target(1)?;
+        let scaled = DistillationLoss { scale: self.scale * factor, ..self.clone() };
+        let (_, dx) = scaled.gradients(&x, &weight.value, hidden, target)?;
+        cx.add_gradient(0, dx)
     }
 }
 

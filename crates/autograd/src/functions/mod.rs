@@ -112,6 +112,7 @@ functions! {
     Linear(linear::Linear):                     "linear",               "x; x wT + b if activated",          "2 m n k; 4 m n k",         kept;
     LowRank(adapter::LowRank):                  "low_rank",             "x, x aT",                           "2 m (n + k) r; 4 m (n + k) r", kept;
     LinearCrossEntropy(loss::LinearCrossEntropy): "linear_cross_entropy", "x, or dx when gradients are at hand", "2 m v d; 4 or 6 m v d", kept;
+    DistillationLoss(loss::DistillationLoss):   "distillation_loss",    "x, the teacher's x, or dx",         "2 m v (d + d'); 4 or 6 m v d", kept;
     PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;
     Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;
     ContextAttention(context::ContextAttention): "context_attention",   "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;

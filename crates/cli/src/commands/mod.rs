@@ -12,6 +12,7 @@ pub mod compress;
 pub mod config;
 pub mod dash;
 pub mod data;
+pub mod distill;
 pub mod doctor;
 pub mod eval;
 pub mod export;

@@ -41,13 +41,13 @@ const SAMPLE_TOKENS: usize = 120;
 #[derive(clap::Args)]
 pub struct Args {
     /// A configuration in TOML (see `trainyard config docs`). Without one: the quick start.
-    config: Option<PathBuf>,
+    pub(super) config: Option<PathBuf>,
     /// Set a key over the configuration; can be given several times.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
-    sets: Vec<String>,
+    pub(super) sets: Vec<String>,
     /// Resume the run in this folder, from its newest whole checkpoint.
     #[arg(long, value_name = "RUN", conflicts_with = "config")]
-    resume: Option<PathBuf>,
+    pub(super) resume: Option<PathBuf>,
     /// With --resume: resume from this checkpoint. Checkpoints of later steps are moved into the
     /// run's folder set-aside-NNN, with a copy of the records.
     #[arg(long, value_name = "latest|best|STEP", requires = "resume")]
@@ -90,7 +90,7 @@ pub struct Args {
     run_file: Option<PathBuf>,
     /// Resume the run that an earlier attempt of this command began.
     #[arg(long, hide = true, value_name = "RUN")]
-    restart: Option<PathBuf>,
+    pub(super) restart: Option<PathBuf>,
 }
 
 /// The values of `--plan`.

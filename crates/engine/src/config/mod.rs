@@ -25,12 +25,14 @@ mod presets;
 mod print;
 mod resolve;
 mod resolve_data;
+mod resolve_distillation;
 mod resolve_fine_tuning;
 mod resolve_model;
 mod resolve_parallel;
 mod resolve_update;
 mod section;
 mod sections;
+mod sections_distillation;
 mod sections_experts;
 mod sections_fine_tuning;
 mod sections_parallel;
@@ -52,6 +54,7 @@ pub use resolve_parallel::Parallel;
 pub use resolve_update::Apart;
 pub use section::{Key, Section};
 pub use sections::*;
+pub use sections_distillation::*;
 pub use sections_experts::*;
 pub use sections_fine_tuning::*;
 pub use sections_parallel::*;
@@ -110,6 +113,8 @@ config! {
     model: ModelSection,
     /// The trained part of the model, and adapters.
     fine_tuning: FineTuningSection,
+    /// A teacher to learn from.
+    distillation: DistillationSection,
     /// Experts in the place of MLPs.
     experts: ExpertsSection,
     /// The tokenizer.

@@ -240,6 +240,7 @@ impl Config {
         let validation = r.data(inputs);
         let sequence_length = r.sequence_length(inputs);
         let parallel = r.parallel(inputs);
+        r.distillation(&parallel);
         let batch = r.batch(parallel.data_degree());
         r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);

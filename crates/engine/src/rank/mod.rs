@@ -195,7 +195,22 @@ impl Rank {
         rank.fp8 = fp8.map(Mutex::new);
         rank.outer = outer.map(Mutex::new);
         rank.initialise()?;
+        if device.is_meta() {
+            rank.seat_teacher()?;
+        }
         Ok(rank)
+    }
+
+    /// Gives the teacher of a rank on meta the memory that its weights take.
+    fn seat_teacher(&self) -> Result<()> {
+        let last = self.model.units().len() - 1;
+        let Some(teacher) = self.model.teacher().filter(|_| self.parameters.holding().runs(last)) else {
+            return Ok(());
+        };
+        let (model, tiers) = (teacher.model(), Tiers::default());
+        let weights = ParameterState::zeros(&self.device, model, Holding::whole(), teacher.dtype(), &tiers)?;
+        teacher.seat(Box::new(weights));
+        Ok(())
     }
 
     /// Sets the initial values. Each is a function of (seed, unit, index, element), so a shard has

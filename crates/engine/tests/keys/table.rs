@@ -73,6 +73,8 @@ const LLAMA3: &[&str] = &[
 ];
 const YARN: &[&str] =
     &["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_theta=100"];
+const TEACHER: &[&str] = &["distillation.teacher={F}/hf"];
+const JENSEN: &[&str] = &["distillation.teacher={F}/hf", "distillation.divergence=jensen_shannon"];
 const FROZEN: &[&str] = &["fine_tuning.freeze=['block.*']"];
 const LORA: &[&str] = &[
     "model.path={F}/hf",
@@ -153,6 +155,11 @@ pub const ROWS: &[Row] = &[
     row("fine_tuning.from", LORA, &["fine_tuning.from={F}/hf"], Refused("adapter_config.json")),
     row("fine_tuning.freeze", &[], &["fine_tuning.freeze=['block.*']"], Memory),
     row("fine_tuning.train", FROZEN, &["fine_tuning.train=['*.norm1.weight']"], Memory),
+    row("distillation.teacher", &[], TEACHER, Losses),
+    row("distillation.weight", TEACHER, &["distillation.weight=0.9"], Losses),
+    row("distillation.temperature", TEACHER, &["distillation.temperature=3"], Losses),
+    row("distillation.divergence", TEACHER, &["distillation.divergence=reverse_kl"], Losses),
+    row("distillation.beta", JENSEN, &["distillation.beta=0.1"], Losses),
     row("experts.count", MIXTURE, &["experts.count=4"], Model),
     row("experts.top_k", MIXTURE, &["experts.top_k=1"], Losses),
     row("experts.ffn_dim", MIXTURE, &["experts.ffn_dim=48"], Model),

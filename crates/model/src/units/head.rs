@@ -100,6 +100,7 @@ impl Head {
                 let h = self.norm.forward(tape, x)?;
                 Ok(tape.linear(&h, self.weight, Default::default())?)
             }
+            Output::Hidden => self.norm.forward(tape, x),
             Output::LastLogits => {
                 let rows = x.tensor().rows();
                 let last = tape.constant(x.tensor().narrow(rows - 1..rows)?);
@@ -130,6 +131,10 @@ impl Unit for Head {
         &self.borrowed
     }
 
+    fn vocabulary(&self) -> Option<ParamId> {
+        Some(self.weight)
+    }
+
     fn segments(&self) -> Option<&Segments> {
         self.split.as_ref().map(|split| &split.segments)
     }
@@ -150,7 +155,7 @@ impl Unit for Head {
                 let statistics = match cx.output {
                     Output::Loss { .. } => tape.vocabulary_statistics(h, self.weight, vocabulary, cx.targets()?)?,
                     // Logits need none.
-                    Output::Logits | Output::LastLogits => {
+                    Output::Logits | Output::LastLogits | Output::Hidden => {
                         let zeros = tape.device().zeros([h.tensor().rows(), 3], DType::F32, Purpose::Activations)?;
                         tape.constant(zeros)
                     }
@@ -164,6 +169,7 @@ impl Unit for Head {
                 }
                 Output::Logits => tape.linear(h, self.weight, Default::default())?,
                 Output::LastLogits => self.last_logits(tape, h)?,
+                Output::Hidden => h.clone(),
             },
             _ => return Err(no_segment("head", segment, takes.len())),
         }])

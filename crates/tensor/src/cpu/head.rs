@@ -59,7 +59,7 @@ pub struct HeadGradients<'a, T> {
 }
 
 /// Elements from row to row of a chunk's logits: whole cache lines.
-fn stride(vocab: usize) -> usize {
+pub(crate) fn stride(vocab: usize) -> usize {
     vocab.next_multiple_of(32)
 }
 
@@ -205,7 +205,7 @@ pub fn part_gradients<T: Element>(
 }
 
 /// Runs `body` on the logits `x wᵀ` of one chunk of rows after the other; they lie in `workspace`.
-fn for_chunks<T: Element>(
+pub(crate) fn for_chunks<T: Element>(
     cpu: &Cpu,
     x: MatRef<'_, T>,
     w: Weight<'_, T>,
@@ -227,7 +227,7 @@ fn for_chunks<T: Element>(
 
 impl<T: Element> HeadGradients<'_, T> {
     /// Adds what follows from the gradient of the logits of the rows `range`.
-    fn take(&mut self, cpu: &Cpu, dlogits: &[T], x: MatRef<'_, T>, w: Weight<'_, T>, range: Range<usize>) {
+    pub(crate) fn take(&mut self, cpu: &Cpu, dlogits: &[T], x: MatRef<'_, T>, w: Weight<'_, T>, range: Range<usize>) {
         let vocab = w.plain.rows();
         let dlogits = MatRef::with_stride(dlogits, range.len(), vocab, stride(vocab));
         if let Some(dx) = self.dx.as_mut() {
@@ -240,7 +240,7 @@ impl<T: Element> HeadGradients<'_, T> {
     }
 
     /// Zeroes what was to be overwritten, if there was nothing to write over it.
-    fn finish(self, tokens: usize) {
+    pub(crate) fn finish(self, tokens: usize) {
         if let (0, Some(dw), Accumulate::Overwrite) = (tokens, self.dw, self.accumulate) {
             dw.fill(0.0);
         }

@@ -21,7 +21,7 @@ use crate::simd_fn;
 pub const IGNORE: i32 = -100;
 
 /// Elements whose maximum is found before they are exponentiated: 4 to 8 KiB.
-const BLOCK: usize = 2048;
+pub(crate) const BLOCK: usize = 2048;
 
 /// Checks that every target is in `0..vocab` or [`IGNORE`]; returns how many count.
 pub fn check_targets(targets: &[i32], vocab: usize) -> Result<usize, IndexError> {

@@ -7,6 +7,7 @@ pub mod attention;
 pub mod cast;
 #[cfg(test)]
 mod conformance;
+pub mod distill;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;

@@ -132,7 +132,7 @@ fn run_on_cuda(
 }
 
 /// The sizes m, d, v, once the operands are seen to fit together.
-fn checked(op: &'static str, x: &Tensor, w: &Tensor, targets: &Tensor) -> Result<[usize; 3]> {
+pub(super) fn checked(op: &'static str, x: &Tensor, w: &Tensor, targets: &Tensor) -> Result<[usize; 3]> {
     same_dtype(op, x, w)?;
     let (m, d, v) = (x.rows(), x.last_dim(), w.rows());
     ensure_shape!(w.last_dim() == d, op, "input {} and weight {}", x.shape(), w.shape());
@@ -147,13 +147,13 @@ fn checked(op: &'static str, x: &Tensor, w: &Tensor, targets: &Tensor) -> Result
 }
 
 /// The cost of so many products with logits.
-fn product_cost(x: &Tensor, w: &Tensor, products: usize) -> Cost {
+pub(super) fn product_cost(x: &Tensor, w: &Tensor, products: usize) -> Cost {
     let logits = x.rows() * w.rows();
     Cost::new(2 * products * logits * x.last_dim(), x.bytes() + products * (w.bytes() + logits * x.dtype().size()))
 }
 
 /// The workspace for a chunk of logits on `device`.
-fn logits_workspace<T>(x: &Tensor, v: usize) -> Result<Tensor> {
+pub(super) fn logits_workspace<T>(x: &Tensor, v: usize) -> Result<Tensor> {
     let (device, m) = (x.device(), x.rows());
     match device.computes() {
         Computes::Cpu => {
@@ -287,7 +287,7 @@ pub fn linear_cross_entropy_part_gradients(
     Ok(dx)
 }
 
-fn scaled(x: &Tensor, summary: HeadLoss, scale: f32) -> Result<Tensor> {
+pub(super) fn scaled(x: &Tensor, summary: HeadLoss, scale: f32) -> Result<Tensor> {
     let loss = (summary.loss_sum * f64::from(scale)) as f32;
     x.device().tensor([], &[loss], Purpose::Activations)
 }

@@ -6,6 +6,7 @@
 
 mod attention;
 mod context;
+mod distill;
 mod embedding;
 pub mod experts;
 pub mod fp8;
@@ -16,9 +17,11 @@ pub mod optim;
 pub mod plain;
 mod pointwise;
 
+pub use crate::cpu::distill::{Distillation, Divergence};
 pub use crate::cpu::embedding::TablePart;
 pub use attention::{HeadLayout, Segments, attention, attention_backward, attention_decode, rope};
 pub use context::{ContextSegments, context_attention, context_attention_backward};
+pub use distill::{Taught, distillation_loss, distillation_loss_with_gradients};
 pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
 pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
 pub use loss::{

@@ -148,7 +148,7 @@ fn identity(
 /// Refuses a command that ranks cannot run. Returns true if it trains.
 fn check(command: &[OsString]) -> Result<bool> {
     let words: Vec<&OsStr> = command.iter().map(OsString::as_os_str).collect();
-    let is_training = words[0] == "train";
+    let is_training = words[0] == "train" || words[0] == "distill";
     let is_bench = words.len() > 1 && words[0] == "bench" && words[1] == "collectives";
     if words[0].as_encoded_bytes().starts_with(b"-") {
         bail!(
@@ -158,7 +158,7 @@ fn check(command: &[OsString]) -> Result<bool> {
     }
     if !is_training && !is_bench && words[0] != "calibrate" {
         bail!(
-            "`{}` is nothing that ranks do together: launch `train`, `calibrate` or `bench collectives`, e.g. `trainyard launch --nproc-per-node 8 train c.toml`",
+            "`{}` is nothing that ranks do together: launch `train`, `distill`, `calibrate` or `bench collectives`, e.g. `trainyard launch --nproc-per-node 8 train c.toml`",
             words[0].display()
         );
     }

@@ -2,6 +2,7 @@
 
 use super::{ULP, close, dot, dtypes, is_gradient, on_every_cpu, roundoff, values, wide};
 use crate::cpu::activation::{Activation, activation, activation_backward, glu, glu_backward};
+use crate::cpu::distill::{Distillation, Divergence, Lesson, distillation_loss};
 use crate::cpu::embedding::{IndexError, TablePart, embedding, embedding_backward};
 use crate::cpu::gemm::{Accumulate, MatMut, MatRef, Weight};
 use crate::cpu::head::{
@@ -364,6 +365,154 @@ fn head_in_chunks_of_any_length() {
     assert_eq!(chunk_rows::<crate::dtype::bf16>(2048, 50_257), 1024);
     assert_eq!(chunk_rows::<f32>(2048, 50_257), 512);
     assert_eq!(chunk_rows::<f32>(7, 100), 7);
+}
+
+/// A row's loss beside a teacher, and its gradient by the student's logits z.
+fn taught_in_f64(z: &[f64], t: &[f64], wanted: Option<usize>, distillation: Distillation) -> (f64, Vec<f64>) {
+    let Some(wanted) = wanted else { return (0.0, vec![0.0; z.len()]) };
+    let (weight, heat) = (f64::from(distillation.weight), f64::from(distillation.temperature));
+    let softmax = |x: &[f64]| {
+        let sum: f64 = x.iter().map(|x| (x / heat).exp()).sum();
+        x.iter().map(|x| (x / heat).exp() / sum).collect::<Vec<f64>>()
+    };
+    let kl = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * (a / b).ln()).sum::<f64>();
+    let (q, p) = (softmax(z), softmax(t));
+    let each = |f: &dyn Fn(f64, f64) -> f64| p.iter().zip(&q).map(|(p, q)| f(*p, *q)).collect::<Vec<f64>>();
+    let (distance, slope) = match distillation.divergence {
+        Divergence::ForwardKl => (kl(&p, &q), each(&|p, q| q - p)),
+        Divergence::ReverseKl => {
+            let distance = kl(&q, &p);
+            (distance, each(&|p, q| q * ((q / p).ln() - distance)))
+        }
+        Divergence::JensenShannon { beta } => {
+            let b = f64::from(beta);
+            let m = each(&|p, q| b * p + (1.0 - b) * q);
+            let mean = kl(&q, &m);
+            let slope = q.iter().zip(&m).map(|(q, m)| (1.0 - b) * q * ((q / m).ln() - mean)).collect();
+            (b * kl(&p, &m) + (1.0 - b) * mean, slope)
+        }
+    };
+    let (hard, hard_slope) = oracle::cross_entropy(z, Some(wanted));
+    let slope = hard_slope.iter().zip(slope).map(|(hard, soft)| (1.0 - weight) * hard + weight * heat * soft);
+    ((1.0 - weight) * hard + weight * heat * heat * distance, slope.collect())
+}
+
+const LESSONS: [Distillation; 4] = [
+    Distillation { weight: 0.6, temperature: 1.0, divergence: Divergence::ForwardKl },
+    Distillation { weight: 1.0, temperature: 2.0, divergence: Divergence::ForwardKl },
+    Distillation { weight: 0.5, temperature: 1.5, divergence: Divergence::ReverseKl },
+    Distillation { weight: 0.7, temperature: 0.8, divergence: Divergence::JensenShannon { beta: 0.3 } },
+];
+
+#[test]
+fn the_distillation_oracle_is_a_gradient() {
+    let (z, t) = (wide(&values::<f32>(1, 11)), wide(&values::<f32>(2, 11)));
+    for lesson in LESSONS {
+        let slope = taught_in_f64(&z, &t, Some(4), lesson).1;
+        is_gradient("distillation", &z, &slope, |z| taught_in_f64(z, &t, Some(4), lesson).0);
+    }
+}
+
+/// Losses, dx and dw of a student beside its teacher, on every rung, for ragged vocabularies, and
+/// the same bits for any number of threads and any chunks.
+#[test]
+fn a_taught_head_in_chunks_of_any_length() {
+    fn run<T: Element>(lesson: Distillation) {
+        let (tokens, dim, width, vocab) = (75, 24, 17, 301);
+        let (x, w) = (values::<T>(1, tokens * dim), values::<T>(2, vocab * dim));
+        let (tx, tw) = (values::<T>(3, tokens * width), values::<T>(4, vocab * width));
+        let (targets, scale) = (targets(tokens, vocab), 0.5f32);
+        let wides = [&x, &w, &tx, &tw].map(|values| wide(values));
+        let [wx, ww, wtx, wtw] = &wides;
+        let (mut losses, mut dx, mut dw) = (Vec::new(), vec![0.0; x.len()], vec![1.0; w.len()]);
+        for (row, wanted) in targets.iter().enumerate() {
+            let hidden = &wx[row * dim..][..dim];
+            let z: Vec<f64> = ww.chunks(dim).map(|w| dot(hidden, w)).collect();
+            let t: Vec<f64> = wtw.chunks(width).map(|w| dot(&wtx[row * width..][..width], w)).collect();
+            let (loss, slope) = taught_in_f64(&z, &t, target(*wanted), lesson);
+            losses.push(loss);
+            for (j, slope) in slope.iter().enumerate() {
+                for k in 0..dim {
+                    dx[row * dim + k] += f64::from(scale) * slope * ww[j * dim + k];
+                    dw[j * dim + k] += f64::from(scale) * slope * hidden[k];
+                }
+            }
+        }
+        // As for the head without a teacher, whose logits err by u 8: here those of both models, of
+        // which each loss takes at most T times the error, and a gradient's log(q / p) both.
+        let slack = 3.0 * (10.0 * roundoff(T::DTYPE) + 200.0 * ULP);
+        for isa in Isa::tested(Isa::Avx512Bf16) {
+            let mut outcomes = Vec::new();
+            for (threads, chunk) in [(1, 75), (3, 75), (2, 32)] {
+                let cpu = Cpu::new(isa, threads);
+                let mut spaces = [(); 2].map(|()| vec![T::default(); workspace(chunk, vocab)]);
+                let [space, other] = &mut spaces;
+                let (mut each, mut got_dx, mut got_dw) =
+                    (vec![9.0; tokens], vec![T::default(); tokens * dim], vec![1.0; vocab * dim]);
+                let rows = MatRef::new(&x, tokens, dim);
+                let table = || Weight::from(MatRef::new(&w[..], vocab, dim));
+                let mut lesson = |other: &mut Vec<T>, gradients, each: &mut [f32]| {
+                    let lesson = Lesson {
+                        x: MatRef::new(&tx, tokens, width),
+                        w: Weight::from(MatRef::new(&tw[..], vocab, width)),
+                        distillation: lesson,
+                        workspace: other,
+                    };
+                    distillation_loss(&cpu, rows, table(), lesson, &targets, gradients, each, space).unwrap()
+                };
+                let gradients = HeadGradients {
+                    scale,
+                    dx: Some(MatMut::new(&mut got_dx, tokens, dim)),
+                    dw: Some(&mut got_dw),
+                    accumulate: Accumulate::Add,
+                };
+                let found = lesson(other, Some(gradients), &mut each);
+                let mut alone = vec![9.0; tokens];
+                assert_eq!((found, &each), (lesson(other, None, &mut alone), &alone));
+                assert_eq!(found.tokens, 60);
+                close(isa, "losses", &each, &losses, slack);
+                close(isa, "dx", &got_dx, &dx, slack);
+                close(isa, "dw", &got_dw, &dw, 15.0 * slack);
+                outcomes.push((each, got_dx, got_dw));
+            }
+            assert!(outcomes.windows(2).all(|pair| pair[0] == pair[1]), "{isa}: threads or chunks change bits");
+        }
+    }
+    for lesson in LESSONS {
+        run::<f32>(lesson);
+        run::<crate::dtype::bf16>(lesson);
+        run::<crate::dtype::f16>(lesson);
+    }
+}
+
+/// Logits as far apart as they come leave losses and gradients finite.
+#[test]
+fn a_teacher_that_excludes_tokens_leaves_finite_gradients() {
+    let (x, tx) = ([1.0f32], [1.0f32]);
+    let (w, tw) = (values::<f32>(7, 40), (0..40).map(|j| if j % 3 == 0 { -3e4 } else { 1.0 }).collect::<Vec<f32>>());
+    for isa in Isa::tested(Isa::Avx512) {
+        let cpu = Cpu::new(isa, 1);
+        for lesson in LESSONS {
+            let (mut losses, mut dx, mut spaces) = ([9.0], [9.0], [(); 2].map(|()| vec![0.0f32; workspace(1, 40)]));
+            let [space, other] = &mut spaces;
+            let gradients = HeadGradients {
+                scale: 1.0,
+                dx: Some(MatMut::new(&mut dx, 1, 1)),
+                dw: None,
+                accumulate: Accumulate::Add,
+            };
+            let lesson = Lesson {
+                x: MatRef::new(&tx, 1, 1),
+                w: Weight::from(MatRef::new(&tw[..], 40, 1)),
+                distillation: lesson,
+                workspace: other,
+            };
+            let table = Weight::from(MatRef::new(&w[..], 40, 1));
+            let x = MatRef::new(&x, 1, 1);
+            distillation_loss(&cpu, x, table, lesson, &[5], Some(gradients), &mut losses, space).unwrap();
+            assert!(losses[0].is_finite() && dx[0].is_finite(), "{isa}: {losses:?} {dx:?}");
+        }
+    }
 }
 
 /// The losses and gradients of a vocabulary in parts are those of the whole, on every rung.

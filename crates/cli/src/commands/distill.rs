@@ -1,0 +1,36 @@
+//! `trainyard distill`: training with a teacher.
+
+use super::config::load;
+use super::train;
+use anyhow::{Result, bail};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Train a student to give a teacher's distribution of the next token: `train` with a teacher,
+/// which --teacher or distillation.teacher names.
+#[derive(clap::Args)]
+#[group(id = "distill")]
+pub struct Args {
+    /// The teacher: the folder of a run, whose newest checkpoint is used, a Hugging Face folder or
+    /// a GGUF file. Default: distillation.teacher of the configuration.
+    #[arg(long, value_name = "MODEL")]
+    teacher: Option<PathBuf>,
+    #[command(flatten)]
+    train: train::Args,
+}
+
+/// Runs the command.
+pub fn run(args: Args, process_start: Instant) -> Result<ExitCode> {
+    let Args { teacher, mut train } = args;
+    if let Some(teacher) = teacher {
+        let Some(path) = teacher.to_str() else { bail!("--teacher {}: the path is not UTF-8", teacher.display()) };
+        train.sets.push(format!("distillation.teacher={}", toml::Value::from(path)));
+    }
+    // A run that goes on has its teacher in its own configuration.
+    let begins = train.resume.is_none() && train.restart.is_none();
+    if begins && load(train.config.as_deref(), &train.sets)?.distillation.teacher.is_none() {
+        bail!("no teacher: give --teacher MODEL, or set distillation.teacher in the configuration");
+    }
+    train::run(&train, process_start)
+}

@@ -1,0 +1,96 @@
+//! The teacher of a run (`[distillation]`): its description before the run, its weights once the
+//! rank is there.
+
+use crate::Result;
+use crate::checkpoint::Choice;
+use crate::config::{DistillationSection, DivergenceKind, Resolved};
+use crate::rank::Rank;
+use crate::shape::compute_dtype;
+use crate::state::does_not_fit;
+use crate::trained::{open_model, open_trained_on};
+use std::path::Path;
+use std::sync::Arc;
+use trainyard_data::Tokenizer;
+use trainyard_model::{Model, Teacher};
+use trainyard_tensor::ops::{Distillation, Divergence};
+
+/// `model` as the student of the teacher that the configuration names; itself if it names none.
+/// Weights are not read.
+///
+/// # Errors
+/// A teacher of another vocabulary, or for shorter sequences; one that cannot be read.
+pub(crate) fn taught(model: Model, resolved: &Resolved) -> Result<Model> {
+    let Some(folder) = &resolved.config.distillation.teacher else { return Ok(model) };
+    let named = |problem: String| does_not_fit(format!("distillation.teacher = {}: {problem}", folder.display()));
+    let (teacher, _) = open_model(folder, |_| ()).map_err(|error| named(error.to_string()))?;
+    let spec = teacher.spec().expect("a trained model is of a built-in family");
+    let (positions, length) = (spec.max_positions, resolved.sequence_length);
+    if positions < length {
+        return Err(named(format!("it takes {positions} tokens: set training.sequence_length = {positions} or less")));
+    }
+    if spec.vocab_size != model.vocab_size() {
+        return Err(named(format!(
+            "it has a vocabulary of {} and the student one of {}, and distributions over one vocabulary are compared: set \
+             model.vocab_size = {} for a student that begins anew, or name a teacher of the same family",
+            spec.vocab_size,
+            model.vocab_size(),
+            spec.vocab_size
+        )));
+    }
+    let distillation = settings(&resolved.config.distillation);
+    let teacher = Teacher::new(teacher, compute_dtype(resolved), distillation)?;
+    Ok(model.taught(Arc::new(teacher))?)
+}
+
+/// The loss. The section is resolved, so what is unset has no effect.
+fn settings(section: &DistillationSection) -> Distillation {
+    let number = |value: Option<f64>| value.unwrap_or_default() as f32;
+    Distillation {
+        weight: number(section.weight),
+        temperature: number(section.temperature),
+        divergence: match section.divergence {
+            None | Some(DivergenceKind::ForwardKl) => Divergence::ForwardKl,
+            Some(DivergenceKind::ReverseKl) => Divergence::ReverseKl,
+            Some(DivergenceKind::JensenShannon) => Divergence::JensenShannon { beta: number(section.beta) },
+        },
+    }
+}
+
+/// Checks that the teacher in `folder` reads text as the student does.
+///
+/// # Errors
+/// Another tokenizer.
+pub(crate) fn check_tokenizer(folder: &Path, own: &Tokenizer) -> Result<()> {
+    let (_, other) = open_model(folder, |_| ())?;
+    // Files of one tokenizer may differ in their layout.
+    let mut tokens = 0..own.vocab_size() as u32;
+    let alike =
+        own.vocab_size() == other.vocab_size() && tokens.all(|token| own.decode(&[token]) == other.decode(&[token]));
+    if own.fingerprint() != other.fingerprint() && !alike {
+        let place = folder.display();
+        return Err(does_not_fit(format!(
+            "distillation.teacher = {place}: its tokenizer is another one than the student's, so the same number is another \
+             token: set tokenizer.path = \"{place}/tokenizer.json\""
+        )));
+    }
+    Ok(())
+}
+
+/// Loads the weights of the teacher of `rank`, if this rank computes the loss.
+///
+/// # Errors
+/// Weights that cannot be read or do not fit in memory.
+pub(crate) fn load(rank: &Rank, folder: &Path, note: &mut impl FnMut(&str)) -> Result<()> {
+    let model = rank.model();
+    let Some(teacher) = model.teacher().filter(|_| rank.parameters.holding().runs(model.units().len() - 1)) else {
+        return Ok(());
+    };
+    let trained = open_trained_on(rank.device(), folder, Choice::Latest, Some(teacher.dtype()), &mut *note)?;
+    let what = match &trained.run {
+        Some(run) => format!("the run {} at step {}", folder.display(), run.step),
+        None => folder.display().to_string(),
+    };
+    note(&format!("teacher: {what}, {} parameters", teacher.model().parameter_count()));
+    teacher.seat(Box::new(trained.rank.parameters));
+    Ok(())
+}
