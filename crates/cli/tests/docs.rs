@@ -4,8 +4,8 @@
 //! Lines that begin with `$ ` are commands (`\` at the end continues one); the lines below a
 //! command are its output:
 //!
-//! - A page's commands run in order in one temporary folder, which holds `text/a.txt`, `text/b.txt`
-//!   and `posts.jsonl`.
+//! - A page's commands run in order in one temporary folder, which holds `text/a.txt`,
+//!   `text/b.txt`, `posts.jsonl` and `talks.jsonl`.
 //! - `trainyard` is the program under test; `cargo run --release --` means the same. Small shell
 //!   commands may stand beside it.
 //! - A command must succeed; one whose shown output ends with a line `error: ...` must fail.
@@ -244,6 +244,12 @@ fn write_corpora(folder: &Path) {
     }
     let records = (0..200).map(|i| format!("{{\"id\": {i}, \"text\": \"{}\"}}\n", sentence(i * 3)));
     fs::write(folder.join("posts.jsonl"), records.collect::<String>()).expect("a new file");
+    let turn = |role: &str, text: String| format!("{{\"role\": \"{role}\", \"content\": \"{text}\"}}");
+    let talk = |i: usize| {
+        format!("{}, {}", turn("user", format!("say {}", OBJECTS[i % 7])), turn("assistant", OBJECTS[i % 7].into()))
+    };
+    let talks = (0..60).map(|i| format!("{{\"messages\": [{}]}}\n", talk(i)));
+    fs::write(folder.join("talks.jsonl"), talks.collect::<String>()).expect("a new file");
 }
 
 /// The folder in which the program under test is called `trainyard`.

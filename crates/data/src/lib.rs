@@ -7,6 +7,7 @@
 //! |---|---|---|
 //! | [`corpus`] | files and folders | documents: streamed, with errors that name file and line |
 //! | [`clean`] | documents | fewer documents: without duplicates, by rules, mixed |
+//! | [`chat`] | records with messages | documents, and what is learned of them |
 //! | [`tokenizer`] | documents | tokens: `tokenizer.json`, bytes, characters; BPE training |
 //! | [`prepare`] | documents, tokenizer | token files: parallel, deterministic, reused |
 //! | [`indexed`] | token files | mapped tokens: Megatron-LM's format, validated before use |
@@ -18,6 +19,7 @@
 //! nothing.
 
 mod atomic;
+pub mod chat;
 pub mod clean;
 pub mod corpus;
 pub mod dataset;
@@ -31,6 +33,7 @@ pub mod rng;
 pub mod tokenizer;
 
 pub use atomic::write as write_atomically;
+pub use chat::{ChatOptions, ChatTemplate, LossOn};
 pub use corpus::{Corpus, CorpusOptions, Document, OnInvalid, parse_jsonl_line, parse_mds};
 pub use dataset::{
     Dataset, DatasetSpec, FillInTheMiddle, IGNORE, LengthCurriculum, MicroBatch, PackingReport, Position, Sampling,

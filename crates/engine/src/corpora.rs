@@ -4,7 +4,10 @@
 //! tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
 //! machine. Text is tokenized once into `data.cache` and found again.
 
-use crate::config::{Config, Resolved, Sampling as ConfigSampling, Source as ConfigSource, TokenizerKind};
+use crate::config::{
+    Config, DataFormat, DataSection, LossOnPart, Resolved, Sampling as ConfigSampling, Source as ConfigSource,
+    TokenizerKind,
+};
 use crate::pretrained;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
@@ -14,8 +17,8 @@ use trainyard_data::corpus::expand;
 use trainyard_data::indexed::{bin_path, is_llm_c};
 use trainyard_data::prepare::{VALIDATION_FRACTION, train_prefix, validation_prefix};
 use trainyard_data::{
-    Corpus, CorpusOptions, Dataset, DatasetSpec, FillInTheMiddle, IndexedTokens, LengthCurriculum, PrepareOptions,
-    Sampling, Sidecar, Source, Tokenizer, Transforms, prepare, rows_in_epoch,
+    ChatOptions, Corpus, CorpusOptions, Dataset, DatasetSpec, FillInTheMiddle, IndexedTokens, LengthCurriculum, LossOn,
+    PrepareOptions, Sampling, Sidecar, Source, Tokenizer, Transforms, prepare, rows_in_epoch,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -183,9 +186,21 @@ impl Corpora {
         } else {
             vec![texts.iter().map(|(path, _)| path.clone()).collect()]
         };
-        let opened = groups.iter().map(|group| open_text(group, &data.text_field)).collect::<Result<Vec<_>>>()?;
+        let whole = data.format == DataFormat::Chat;
+        if whole && groups.is_empty() && data.validation.is_none() {
+            return Err(does_not_fit(
+                "data.format = \"chat\" has no effect on token files: make them of conversations by `trainyard data prepare \
+                 --chat`, and leave data.format at \"text\"",
+            ));
+        }
+        let open = |group: &Vec<PathBuf>| open_text(group, &data.text_field, whole);
+        let opened = groups.iter().map(open).collect::<Result<Vec<_>>>()?;
         let add_bos = config.tokenizer.add_bos;
         let tokenizer = find_tokenizer(config, &cache, &opened, &sources, &mut note)?.with_bos(add_bos)?;
+        let (tokenizer, chat) = match whole {
+            true => conversations(data, tokenizer)?,
+            false => (tokenizer, None),
+        };
         if let Some(words) = tokenizer.around_in_words() {
             note(&format!("the tokenizer {words}"));
         }
@@ -200,7 +215,10 @@ impl Corpora {
                 Some(prefix) => prefix,
                 None => {
                     let (corpus, group) = prepared.next().expect("one group for each text source");
-                    let made = tokenize(corpus, group, &tokenizer, &cache, fraction, config.training.seed, &mut note)?;
+                    let made = {
+                        let parts = (fraction, config.training.seed);
+                        tokenize(corpus, group, &tokenizer, chat.as_ref(), &cache, parts, &mut note)?
+                    };
                     notes.push(made.1);
                     let of = group[0].clone();
                     validation.extend(made.0.validation.map(|prefix| HeldBack { of, prefix }));
@@ -214,8 +232,8 @@ impl Corpora {
                 Some(prefix) => validation.push(HeldBack { of: source.path.clone(), prefix }),
                 None => {
                     let group = vec![source.path.clone()];
-                    let corpus = open_text(&group, &data.text_field)?;
-                    let made = tokenize(&corpus, &group, &tokenizer, &cache, 0.0, 0, &mut note)?;
+                    let corpus = open_text(&group, &data.text_field, whole)?;
+                    let made = tokenize(&corpus, &group, &tokenizer, chat.as_ref(), &cache, (0.0, 0), &mut note)?;
                     notes.push(made.1);
                     validation.push(HeldBack { of: source.path.clone(), prefix: made.0.train });
                 }
@@ -353,14 +371,46 @@ fn file_error(what: &'static str, path: &Path, source: std::io::Error) -> Engine
     EngineError::File { what, path: path.display().to_string(), source }
 }
 
-/// The documents of some paths as one corpus.
-pub fn open_text(paths: &[PathBuf], text_field: &str) -> Result<Corpus> {
+/// The name of a chat template that needs no file.
+pub const CHATML: &str = "chatml";
+
+/// The way from conversations to text, and the tokenizer with the chat template that is used.
+fn conversations(data: &DataSection, tokenizer: Tokenizer) -> Result<(Tokenizer, Option<ChatOptions>)> {
+    let loss_on = match data.loss_on {
+        None | Some(LossOnPart::Answers) => LossOn::Answers,
+        Some(LossOnPart::LastAnswer) => LossOn::LastAnswer,
+        Some(LossOnPart::All) => LossOn::All,
+    };
+    let template = match &data.chat_template {
+        None => tokenizer.chat_template(),
+        Some(name) => Some(chat_template(name)?),
+    };
+    let tokenizer = match &template {
+        Some(template) => tokenizer.with_chat_template(template),
+        None => tokenizer,
+    };
+    Ok((tokenizer, Some(ChatOptions { template, loss_on })))
+}
+
+/// The chat template in a file, or the one called `chatml`.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn chat_template(name: &Path) -> Result<String> {
+    if name.as_os_str() == CHATML {
+        return Ok(trainyard_data::chat::CHATML.to_owned());
+    }
+    std::fs::read_to_string(name).map_err(|source| file_error("cannot read", name, source))
+}
+
+/// The documents of some paths as one corpus; with `whole`, their records as they are.
+pub fn open_text(paths: &[PathBuf], text_field: &str, whole: bool) -> Result<Corpus> {
     if let [path] = paths
         && path.as_os_str() == RUST_SOURCES
     {
         return trainyard_data::corpus::rust_sources(RUST_SOURCES_BYTES).ok_or(EngineError::NoRustSources);
     }
-    let options = CorpusOptions { field: text_field.to_owned(), ..CorpusOptions::default() };
+    let options = CorpusOptions { field: text_field.to_owned(), whole_records: whole, ..CorpusOptions::default() };
     Ok(Corpus::open(paths, options)?)
 }
 
@@ -380,17 +430,20 @@ fn tokenize(
     corpus: &Corpus,
     paths: &[PathBuf],
     tokenizer: &Tokenizer,
+    chat: Option<&ChatOptions>,
     cache: &Path,
-    validation_fraction: f64,
-    seed: u64,
+    (validation_fraction, seed): (f64, u64),
     note: &mut impl FnMut(&str),
 ) -> Result<(trainyard_data::Prepared, String)> {
     let mut key = format!("{} {validation_fraction} {seed}", tokenizer.fingerprint());
     if tokenizer.around_in_words().is_some() {
         key += &format!(" {:?} {:?}", tokenizer.before(), tokenizer.after());
     }
+    if let Some(chat) = chat {
+        key += &format!(" {chat:?}");
+    }
     let out = cache.join(cache_name(paths, &key));
-    let options = PrepareOptions { validation_fraction, seed, ..PrepareOptions::new(&out) };
+    let options = PrepareOptions { validation_fraction, seed, chat: chat.cloned(), ..PrepareOptions::new(&out) };
     let total = corpus.bytes();
     let mut told = std::time::Instant::now();
     let made = prepare(corpus, tokenizer, &options, |progress| {
@@ -408,8 +461,9 @@ fn tokenize(
         (all, 0) => format!("{all} documents"),
         (all, divided) => format!("{all} documents ({divided} of them divided between training and validation)"),
     };
+    let learned = made.sidecar.train.learned.map_or(String::new(), |learned| format!(" ({learned} of them learned)"));
     let text = format!(
-        "{} {documents}, {} tokens for training, {} for validation ({})",
+        "{} {documents}, {} tokens for training{learned}, {} for validation ({})",
         if made.reused { "found" } else { "tokenized" },
         made.sidecar.train.tokens,
         made.sidecar.validation.as_ref().map_or(0, |part| part.tokens),
@@ -480,7 +534,7 @@ pub fn begins_otherwise(tokenizer: &Tokenizer, prefix: &Path) -> Result<Option<S
 }
 
 /// True if every token stands for the same text in both tokenizers.
-fn same_words(one: &Tokenizer, other: &Tokenizer) -> bool {
+pub(crate) fn same_words(one: &Tokenizer, other: &Tokenizer) -> bool {
     (0..one.vocab_size() as u32).all(|token| one.decode(&[token]) == other.decode(&[token]))
 }
 
@@ -524,6 +578,12 @@ fn find_tokenizer(
             )));
         }
     };
+    if config.data.format == DataFormat::Chat && kind != TokenizerKind::Bytes {
+        return Err(does_not_fit(
+            "data.format = \"chat\": no tokenizer is made of conversations: name that of the model by model.path or \
+             tokenizer.path, or set tokenizer.kind = \"bytes\"",
+        ));
+    }
     match kind {
         TokenizerKind::Bytes => Ok(Tokenizer::bytes()),
         TokenizerKind::Characters => {

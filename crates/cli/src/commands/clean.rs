@@ -35,13 +35,19 @@ struct TextOptions {
 impl TextArgs {
     /// Lists the text, whose files `separator` divides into documents.
     pub fn open(&self, separator: Option<&str>) -> Result<Corpus> {
-        self.options.open(&self.text, separator)
+        self.options.open(&self.text, separator, false)
+    }
+
+    /// The same for records that are taken whole.
+    pub fn open_records(&self) -> Result<Corpus> {
+        self.options.open(&self.text, None, true)
     }
 }
 
 impl TextOptions {
-    fn open(&self, paths: &[PathBuf], separator: Option<&str>) -> Result<Corpus> {
+    fn open(&self, paths: &[PathBuf], separator: Option<&str>, whole_records: bool) -> Result<Corpus> {
         let options = CorpusOptions {
+            whole_records,
             field: self.text_field.clone(),
             document_separator: separator.map(str::to_owned),
             on_invalid: if self.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail },
@@ -170,7 +176,7 @@ pub fn run_mix(args: &MixArgs) -> Result<()> {
         };
         let number: f64 = weight.parse().map_err(|_| anyhow!("{given:?}: {weight:?} is not a number"))?;
         weights.push(number);
-        corpora.push(args.options.open(&[PathBuf::from(path)], None)?);
+        corpora.push(args.options.open(&[PathBuf::from(path)], None, false)?);
     }
     let mixed =
         mix(&corpora, &MixOptions { out: args.out.clone(), weights, bytes: args.bytes }).context("cannot mix")?;

@@ -1,7 +1,7 @@
 //! The options and the report of the commands that write a model anew.
 
 use super::export::{parse_size, stored_dtype};
-use super::texts::{LENGTH_MAX, Scratch, open};
+use super::texts::{Form, LENGTH_MAX, Scratch, open};
 use super::{BosArgs, CheckpointArgs, Precision, generation_config};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
@@ -163,7 +163,8 @@ impl TextArgs {
         }
         let length = self.length(source)?;
         let (tokenizer, scratch) = (self.bos.applied(source.tokenizer(), source.trained())?, Scratch::new()?);
-        let texts = open(&self.calibration, &self.text_field, &tokenizer, scratch.path())?;
+        let form = Form::Text { field: self.text_field.clone() };
+        let texts = open(&self.calibration, &form, &tokenizer, scratch.path())?;
         let drawn = calibration(device, source.model(), &texts, self.samples as usize, length, self.seed)?;
         let wanted = self.samples as usize * length;
         if drawn.tokens() < wanted {
@@ -182,7 +183,8 @@ impl TextArgs {
             return Ok(None);
         }
         let (tokenizer, scratch) = (self.bos.applied(source.tokenizer(), source.trained())?, Scratch::new()?);
-        let texts = open(&self.evaluate, &self.text_field, &tokenizer, scratch.path())?;
+        let form = Form::Text { field: self.text_field.clone() };
+        let texts = open(&self.evaluate, &form, &tokenizer, scratch.path())?;
         let run = run_of(source);
         let settings = EvaluationSettings {
             sequence_length: run.map_or(source.spec().max_positions.min(LENGTH_MAX), |run| run.sequence_length),

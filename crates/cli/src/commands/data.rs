@@ -5,7 +5,8 @@ use crate::output::{count, note, print};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
-use trainyard_data::{PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare};
+use trainyard_data::{ChatOptions, LossOn, PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare};
+use trainyard_engine::corpora::chat_template;
 
 /// Clean and prepare text for training, show the samples that training reads, and measure how fast
 /// they come.
@@ -50,12 +51,43 @@ pub struct PrepareArgs {
     /// the tokenizer asks.
     #[arg(long, value_name = "BOOL")]
     add_bos: Option<bool>,
+    /// Read conversations: JSONL with `messages`, `conversations`, or `prompt` and `completion`.
+    #[arg(long, conflicts_with = "document_separator")]
+    chat: bool,
+    /// The part of a conversation that is learned.
+    #[arg(long, value_enum, value_name = "PART", default_value_t = LossPart::Answers, requires = "chat")]
+    loss_on: LossPart,
+    /// A file with a chat template in Jinja, or `chatml`. Unset: that of the tokenizer.
+    #[arg(long, value_name = "FILE", requires = "chat")]
+    chat_template: Option<PathBuf>,
     /// A line of text that separates documents within a file.
     #[arg(long, value_name = "TEXT")]
     document_separator: Option<String>,
     /// Tokenize again even if an earlier result has the same files, tokenizer and options.
     #[arg(long)]
     again: bool,
+}
+
+/// The values of `--loss-on`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum LossPart {
+    /// Every message of the assistant, or the completion.
+    Answers,
+    /// The last of them.
+    LastAnswer,
+    /// Everything.
+    All,
+}
+
+impl From<LossPart> for LossOn {
+    fn from(part: LossPart) -> LossOn {
+        match part {
+            LossPart::Answers => LossOn::Answers,
+            LossPart::LastAnswer => LossOn::LastAnswer,
+            LossPart::All => LossOn::All,
+        }
+    }
 }
 
 /// Runs the command.
@@ -72,7 +104,10 @@ pub fn run(command: &Command) -> Result<()> {
 }
 
 fn prepare_text(args: &PrepareArgs) -> Result<()> {
-    let corpus = args.text.open(args.document_separator.as_deref())?;
+    let corpus = match args.chat {
+        true => args.text.open_records()?,
+        false => args.text.open(args.document_separator.as_deref())?,
+    };
     let tokenizer = match args.tokenizer.as_str() {
         "bytes" => Tokenizer::bytes(),
         "characters" => Tokenizer::characters_from_texts(corpus.texts(u64::MAX))?,
@@ -82,12 +117,18 @@ fn prepare_text(args: &PrepareArgs) -> Result<()> {
     if let Some(words) = tokenizer.around_in_words() {
         note(&format!("the tokenizer {words}"));
     }
+    let template = args.chat_template.as_deref().map(chat_template).transpose()?.or_else(|| tokenizer.chat_template());
+    let tokenizer = match template.as_deref().filter(|_| args.chat) {
+        Some(template) => tokenizer.with_chat_template(template),
+        None => tokenizer,
+    };
     let options = PrepareOptions {
         validation_fraction: args.validation_fraction,
         seed: args.seed,
         workers: args.workers,
         append_eos: !args.no_eos,
         reuse: !args.again,
+        chat: args.chat.then(|| ChatOptions { template, loss_on: args.loss_on.into() }),
         ..PrepareOptions::new(&args.out)
     };
     let made = prepare(&corpus, &tokenizer, &options, tokenizing())
@@ -127,10 +168,11 @@ fn report(made: &Prepared, out: &Path, tokenizer: &Path) -> Result<()> {
     {
         let (Some(prefix), Some(part)) = (prefix, part) else { continue };
         print(format_args!(
-            "{what:<11} {}.bin: {} documents, {} tokens as {}, {} of text\n",
+            "{what:<11} {}.bin: {} documents, {} tokens{} as {}, {} of text\n",
             prefix.display(),
             count(part.documents),
             count(part.tokens),
+            part.learned.map_or(String::new(), |learned| format!(" ({} of them learned)", count(learned))),
             part.token_type,
             format_bytes(part.text_bytes)
         ))?;

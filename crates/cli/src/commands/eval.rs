@@ -1,6 +1,6 @@
 //! `trainyard eval`: the loss of a trained model, or of several together, on text.
 
-use super::texts::{LENGTH_MAX, Scratch, open};
+use super::texts::{Form, LENGTH_MAX, Scratch, open};
 use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
@@ -41,6 +41,10 @@ pub struct Args {
     /// The field of a JSONL record that holds the text.
     #[arg(long, default_value = "text")]
     text_field: String,
+    /// Read conversations, as for data.format = "chat": the loss is that of the answers. The chat
+    /// template is that of the tokenizer.
+    #[arg(long)]
+    chat: bool,
     /// Print one JSON line.
     #[arg(long)]
     json: bool,
@@ -68,6 +72,12 @@ impl From<Ensemble> for Combination {
     }
 }
 
+impl Args {
+    fn form(&self) -> Form {
+        if self.chat { Form::Chat } else { Form::Text { field: self.text_field.clone() } }
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let runtime = args.runtime.resolve()?;
@@ -88,7 +98,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     let scratch = Scratch::new()?;
     let tokenizer = args.bos.tokenizer(trained)?;
-    let texts = open(&args.data, &args.text_field, &tokenizer, scratch.path())?;
+    let texts = open(&args.data, &args.form(), &tokenizer, scratch.path())?;
     let run = trained.run.as_ref();
     let settings = settings(args, trained, args.rows)?;
     let began = std::time::Instant::now();
@@ -172,7 +182,7 @@ fn together(args: &Args, kind: Combination, models: &[Trained]) -> Result<()> {
     let each = models.iter().map(|model| settings(args, model, 1)).collect::<Result<Vec<_>>>()?;
     let shortest = each.iter().min_by_key(|settings| settings.sequence_length).expect("there are models");
     let scratch = Scratch::new()?;
-    let texts = open(&args.data, &args.text_field, &tokenizer, scratch.path())?;
+    let texts = open(&args.data, &args.form(), &tokenizer, scratch.path())?;
     let ranks: Vec<&Rank> = models.iter().map(|model| &model.rank).collect();
     let mut display = progress::for_stderr();
     let of =

@@ -4,7 +4,7 @@ use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
-use trainyard_data::Tokenizer;
+use trainyard_data::{ChatTemplate, Tokenizer};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::trained::{Trained, open_trained};
 use trainyard_model::hf;
@@ -19,6 +19,10 @@ pub struct Args {
     /// The text to continue.
     #[arg(long)]
     prompt: String,
+    /// The prompt is a message of the user: the chat template of the tokenizer writes it, and the
+    /// answer alone is printed.
+    #[arg(long)]
+    chat: bool,
     /// The most tokens to generate.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
@@ -53,13 +57,22 @@ pub fn run(args: &Args) -> Result<()> {
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     let tokenizer = args.bos.tokenizer(&trained)?;
     // Tokens that the tokenizer adds after a text are left out, because the text continues.
-    let mut prompt = tokenizer.before().to_vec();
-    prompt.extend(tokenizer.encode(&args.prompt).context("cannot tokenize the prompt")?);
+    let mut prompt = Vec::new();
+    let mut stop = if args.ignore_eos { Vec::new() } else { stops(&args.model, &trained, &tokenizer)? };
+    if args.chat {
+        let asked = asked(&tokenizer, &args.prompt)?;
+        prompt.extend(tokenizer.encode(&asked.text).context("cannot tokenize the prompt")?);
+        stop.extend(asked.stop.filter(|_| !args.ignore_eos));
+    } else {
+        prompt.extend(tokenizer.before());
+        prompt.extend(tokenizer.encode(&args.prompt).context("cannot tokenize the prompt")?);
+    }
     if prompt.is_empty() {
         bail!("--prompt is empty: give at least one character");
     }
-    let stop = if args.ignore_eos { Vec::new() } else { stops(&args.model, &trained, &tokenizer)? };
-    print(&args.prompt)?;
+    if !args.chat {
+        print(&args.prompt)?;
+    }
     let mut decoder = tokenizer.stream_decoder();
     let mut written = Ok(());
     generate(&trained.rank, &prompt, args.tokens, sampling, &stop, |token| {
@@ -68,6 +81,22 @@ pub fn run(args: &Args) -> Result<()> {
     })?;
     written?;
     print(format_args!("{}\n", decoder.finish()))
+}
+
+/// A message as its chat template writes it.
+struct Asked {
+    text: String,
+    /// The token that ends an answer, if the template ends it by one.
+    stop: Option<u32>,
+}
+
+fn asked(tokenizer: &Tokenizer, message: &str) -> Result<Asked> {
+    let Some(source) = tokenizer.chat_template() else {
+        bail!("--chat: the tokenizer has no chat template (chat_template.jinja or tokenizer_config.json beside it)");
+    };
+    let template = ChatTemplate::new(&source, tokenizer)?;
+    let prompt = template.prompt(message).map_err(|why| anyhow::anyhow!("--chat: {why}"))?;
+    Ok(Asked { stop: template.end(tokenizer), text: prompt })
 }
 
 /// The tokens that end a text.

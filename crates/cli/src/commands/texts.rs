@@ -5,15 +5,27 @@ use crate::output::note;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use trainyard_data::prepare::validation_prefix;
-use trainyard_data::{IndexedTokens, PrepareOptions, Tokenizer, prepare};
+use trainyard_data::{ChatOptions, IndexedTokens, LossOn, PrepareOptions, Tokenizer, prepare};
 use trainyard_engine::corpora::{begins_otherwise, check_made_by, open_text};
 
 /// Default upper limit for the tokens of a row, for a model that was not trained here: its longest
 /// sequence may be impractically long.
 pub const LENGTH_MAX: usize = 1024;
 
+/// The way in which text is read.
+#[derive(Clone, Debug)]
+pub enum Form {
+    /// Documents, in JSONL in this field.
+    Text {
+        /// The field.
+        field: String,
+    },
+    /// Conversations, whose answers count.
+    Chat,
+}
+
 /// Opens the texts as token files. Those that are not are tokenized into `scratch`.
-pub fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Path) -> Result<Vec<IndexedTokens>> {
+pub fn open(paths: &[PathBuf], form: &Form, tokenizer: &Tokenizer, scratch: &Path) -> Result<Vec<IndexedTokens>> {
     let mut texts = Vec::new();
     for (number, path) in paths.iter().enumerate() {
         let bare = match path.extension() {
@@ -32,9 +44,13 @@ pub fn open(paths: &[PathBuf], field: &str, tokenizer: &Tokenizer, scratch: &Pat
             texts.push(IndexedTokens::open(&prefix)?);
             continue;
         }
-        let corpus = open_text(std::slice::from_ref(path), field)?;
+        let (field, chat) = match form {
+            Form::Text { field } => (field.as_str(), None),
+            Form::Chat => ("", Some(ChatOptions { template: tokenizer.chat_template(), loss_on: LossOn::Answers })),
+        };
+        let corpus = open_text(std::slice::from_ref(path), field, chat.is_some())?;
         let out = scratch.join(format!("text-{number}"));
-        let options = PrepareOptions { validation_fraction: 0.0, reuse: false, ..PrepareOptions::new(out) };
+        let options = PrepareOptions { validation_fraction: 0.0, reuse: false, chat, ..PrepareOptions::new(out) };
         let made = prepare(&corpus, tokenizer, &options, tokenizing())
             .with_context(|| format!("cannot tokenize {}", path.display()))?;
         texts.push(IndexedTokens::open(&made.train)?);

@@ -29,6 +29,8 @@ use crate::error::{DataError, Result};
 pub struct CorpusOptions {
     /// The field of a JSONL object that holds the text.
     pub field: String,
+    /// True to take whole records rather than one field of them: lines of JSONL files.
+    pub whole_records: bool,
     /// The separator between documents inside a text file. Without it a file is one document.
     pub document_separator: Option<String>,
     /// A longer document is an error: documents are held in memory, and a small compressed file can
@@ -42,6 +44,7 @@ impl Default for CorpusOptions {
     fn default() -> Self {
         Self {
             field: "text".into(),
+            whole_records: false,
             document_separator: None,
             document_bytes_max: 1 << 30,
             on_invalid: OnInvalid::Fail,
@@ -146,6 +149,10 @@ impl Corpus {
                 what: format!("no text found in [{}]", names.join(", ")),
                 fix: "give text, .jsonl, .parquet, .tar or MDS files, or a folder that holds some".into(),
             });
+        }
+        if let Some(other) = files.iter().find(|file| options.whole_records && file.format != Format::JsonLines) {
+            let what = "is no JSONL file, and conversations are read from lines of JSON";
+            return Err(DataError::input(&other.path, None, what, "give .jsonl files, perhaps .gz or .zst"));
         }
         Ok(Self { files, options })
     }

@@ -180,6 +180,9 @@ impl<'c> Documents<'c> {
             let text = match is_text {
                 true => take_text(path, first_line, separator, &mut self.buffer),
                 false if self.buffer.iter().all(u8::is_ascii_whitespace) => continue,
+                false if options.whole_records => whole_line(&self.buffer).map_err(|fault| {
+                    DataError::input(path, Some(first_line), fault.to_string(), "repair or remove the line")
+                }),
                 false => parse_jsonl_line(&self.buffer, &options.field).map_err(|fault| {
                     let fix = match &fault {
                         LineFault::Missing { .. } | LineFault::NotString { .. } => "set the field that holds the text",
@@ -301,6 +304,12 @@ pub(super) fn read_error(path: &Path, compression: Compression, reason: io::Erro
     };
     let what = format!("the {name} stream is damaged or cut off ({reason})");
     DataError::input(path, None, what, "fetch or compress the file again")
+}
+
+/// One JSONL line as it is.
+fn whole_line(line: &[u8]) -> Result<String, LineFault> {
+    let text = std::str::from_utf8(line).map_err(|e| LineFault::NotUtf8(e.valid_up_to()))?;
+    Ok(text.trim().to_owned())
 }
 
 /// Returns the string in `field` of one JSONL line. Pure and total: any bytes give a text or the

@@ -68,6 +68,7 @@ impl MicroBatch {
         self.tokens.extend_from_slice(&tokens[..inputs]);
         self.tokens.extend(std::iter::repeat_n(0, padding));
         self.targets.extend_from_slice(&tokens[1..]);
+        corpus.mask_targets(start + 1, &mut self.targets[base..]);
         self.targets.extend(std::iter::repeat_n(IGNORE, padding));
         // The beginning of the segment whose positions are not written yet.
         let mut begin = 0;
@@ -100,15 +101,25 @@ impl MicroBatch {
     }
 
     /// Adds a row of whole pieces. Each section of `tokens` holds the inputs of a piece and one
-    /// token more, its last target. The rest of the row is padding. If boundaries are respected,
-    /// each piece and the padding is a segment, otherwise the row is.
-    pub(crate) fn push_pieces(&mut self, tokens: &[i32], sections: &[Range<usize>], respect_boundaries: bool) {
+    /// token more, its last target; it is the range of `corpus` in the same place of `ranges`. The
+    /// rest of the row is padding. If boundaries are respected, each piece and the padding is a
+    /// segment, otherwise the row is.
+    pub(crate) fn push_pieces(
+        &mut self,
+        tokens: &[i32],
+        sections: &[Range<usize>],
+        ranges: &[Range<u64>],
+        corpus: &IndexedTokens,
+        respect_boundaries: bool,
+    ) {
         let end = self.tokens.len() + self.sequence_length;
-        for section in sections {
+        for (section, range) in sections.iter().zip(ranges) {
             let piece = &tokens[section.clone()];
             let inputs = piece.len() - 1;
             self.tokens.extend_from_slice(&piece[..inputs]);
+            let base = self.targets.len();
             self.targets.extend_from_slice(&piece[1..]);
+            corpus.mask_targets(range.start + 1, &mut self.targets[base..]);
             if respect_boundaries {
                 self.end_segment();
             }

@@ -204,13 +204,13 @@ impl Dataset {
             tokens.clear();
             if spec.sampling == Sampling::BestFit {
                 let mut sections = Vec::with_capacity(ranges.len());
-                for range in ranges {
+                for range in &ranges {
                     let begin = tokens.len();
-                    corpus.read_into(range, vocab_size, &mut tokens)?;
+                    corpus.read_into(range.clone(), vocab_size, &mut tokens)?;
                     sections.push(begin..tokens.len());
                 }
                 transforms.fill(seed, sample, &sections, &mut tokens);
-                batch.push_pieces(&tokens, &sections, spec.respect_document_boundaries);
+                batch.push_pieces(&tokens, &sections, &ranges, corpus, spec.respect_document_boundaries);
             } else {
                 for range in ranges {
                     corpus.read_into(range.clone(), vocab_size, &mut tokens)?;
@@ -350,7 +350,16 @@ fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<(IndexedTokens, Opti
             );
             return Err(DataError::token_file(prefix, what, "prepare it again"));
         }
-        hash = Some(part.bin_xxh3);
+        if part.mask_xxh3.is_some() != corpus.is_masked() {
+            let (is, says) = if corpus.is_masked() { ("a", "none") } else { ("no", "one") };
+            let what = format!("has {is} .mask file, and its description says that it has {says}");
+            return Err(DataError::token_file(prefix, what, "copy all its files, or prepare it again"));
+        }
+        hash = Some(part.bin_xxh3 + part.mask_xxh3.as_deref().unwrap_or_default());
+    }
+    if corpus.is_masked() && spec.transforms.fill_in_the_middle.is_some() {
+        let what = format!("moves tokens, and {} says of each whether it is a target", prefix.display());
+        return Err(DataError::setting("fill-in-the-middle", what, "leave it out for conversations"));
     }
     let needed = spec.sequence_length as u64 + 1;
     if corpus.tokens() < needed {

@@ -26,6 +26,7 @@ pub use format::{HEADER_BYTES, IdxFault, IdxLayout, MAGIC, TokenType, VERSION, p
 pub use llm_c::is_llm_c;
 pub use writer::{IndexedSummary, IndexedWriter};
 
+use crate::dataset::IGNORE;
 use crate::error::{DataError, Result};
 
 /// Advice for a token file that cannot be trusted.
@@ -40,6 +41,8 @@ pub struct IndexedTokens {
     bin: MappedFile,
     /// Bytes of the `.bin` before its first token.
     header_bytes: usize,
+    /// One bit a token, the lowest first: 1 if it is a target. None if all are.
+    mask: Option<MappedFile>,
 }
 
 /// The bytes of an index.
@@ -86,7 +89,8 @@ impl IndexedTokens {
             );
             return Err(DataError::token_file(&bin_path, what, REBUILD));
         }
-        Ok(Self { prefix, layout, idx: Index::Mapped(idx), bin, header_bytes: 0 })
+        let mask = open_mask(&prefix, layout.tokens)?;
+        Ok(Self { prefix, layout, idx: Index::Mapped(idx), bin, header_bytes: 0, mask })
     }
 
     fn open_llm_c(prefix: PathBuf, path: &Path) -> Result<Self> {
@@ -94,7 +98,22 @@ impl IndexedTokens {
         let refuse = |what: String| DataError::token_file(path, what, llm_c::FIX);
         let idx = llm_c::index_of(&bin).map_err(refuse)?;
         let layout = parse_idx(&idx).map_err(|fault| refuse(fault.to_string()))?;
-        Ok(Self { prefix, layout, idx: Index::Made(idx), bin, header_bytes: llm_c::HEADER_BYTES })
+        Ok(Self { prefix, layout, idx: Index::Made(idx), bin, header_bytes: llm_c::HEADER_BYTES, mask: None })
+    }
+
+    /// True if some of its tokens are no targets.
+    pub fn is_masked(&self) -> bool {
+        self.mask.is_some()
+    }
+
+    /// Takes away the targets that do not count; the first of them is token `first`.
+    pub(crate) fn mask_targets(&self, first: u64, targets: &mut [i32]) {
+        let Some(mask) = &self.mask else { return };
+        for (token, target) in (first..).zip(targets) {
+            if mask[(token / 8) as usize] >> (token % 8) & 1 == 0 {
+                *target = IGNORE;
+            }
+        }
     }
 
     /// The path without `.bin` or `.idx`.
@@ -231,6 +250,25 @@ impl IndexedTokens {
     pub(crate) fn fingerprint_into(&self, hash: &mut Xxh3) {
         hash.update(&self.idx);
     }
+}
+
+/// `PREFIX.mask`.
+pub fn mask_path(prefix: &Path) -> PathBuf {
+    with_suffix(prefix, ".mask")
+}
+
+/// Maps the mask of the targets among `tokens` tokens, if there is one.
+fn open_mask(prefix: &Path, tokens: u64) -> Result<Option<MappedFile>> {
+    let path = mask_path(prefix);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let mask = MappedFile::open(&path).map_err(DataError::io("open", &path))?;
+    if mask.len() as u64 != tokens.div_ceil(8) {
+        let what = format!("has {} bytes for {tokens} tokens, one bit each", mask.len());
+        return Err(DataError::token_file(&path, what, REBUILD));
+    }
+    Ok(Some(mask))
 }
 
 /// `PREFIX.bin`.

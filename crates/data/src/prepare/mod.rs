@@ -20,14 +20,15 @@ use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 pub use sidecar::{Sidecar, SidecarPart, SidecarSource, SidecarSplit, SidecarTokenizer};
 
 use crate::atomic;
+use crate::chat::{Chat, ChatOptions};
 use crate::corpus::{Corpus, OnInvalid};
 use crate::error::{DataError, Result};
-use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, bin_path, idx_path, with_suffix};
+use crate::indexed::{IndexedTokens, IndexedWriter, TokenType, bin_path, idx_path, mask_path, with_suffix};
 use crate::ordered::threads;
 use crate::tokenizer::Tokenizer;
 use pipeline::{Encoded, Split, TargetSplit};
@@ -48,6 +49,8 @@ pub struct PrepareOptions {
     pub append_eos: bool,
     /// True to keep an earlier result with the same inputs.
     pub reuse: bool,
+    /// The way from records with conversations to text; None for plain text.
+    pub chat: Option<ChatOptions>,
 }
 
 /// The default share that validates.
@@ -63,6 +66,7 @@ impl PrepareOptions {
             workers: 0,
             append_eos: true,
             reuse: true,
+            chat: None,
         }
     }
 }
@@ -222,6 +226,9 @@ fn key(corpus: &Corpus, tokenizer: &Tokenizer, options: &PrepareOptions) -> Stri
     field(corpus.options().field.as_bytes());
     field(corpus.options().document_separator.as_deref().unwrap_or("").as_bytes());
     field(&[u8::from(corpus.options().on_invalid == OnInvalid::Skip)]);
+    if let Some(ChatOptions { template, loss_on }) = &options.chat {
+        field(format!("chat {} {template:?}", loss_on.name()).as_bytes());
+    }
     for file in corpus.files() {
         field(file.path.as_os_str().as_encoded_bytes());
         field(&file.bytes.to_le_bytes());
@@ -251,7 +258,9 @@ fn earlier(options: &PrepareOptions, key: &str) -> Result<Sidecar, String> {
     for (prefix, part) in parts {
         let Some(part) = part else { continue };
         match IndexedTokens::open(&prefix) {
-            Ok(tokens) if (tokens.tokens(), tokens.documents() as u64) == (part.tokens, part.documents) => {}
+            Ok(tokens)
+                if (tokens.tokens(), tokens.documents() as u64) == (part.tokens, part.documents)
+                    && tokens.is_masked() == part.mask_xxh3.is_some() => {}
             Ok(_) => return Err(format!("{} is not what its description says", prefix.display())),
             Err(error) => return Err(format!("the earlier result is damaged: {error}")),
         }
@@ -278,29 +287,40 @@ fn build(
     };
     // Not a second one where it is what the tokenizer ends a text with.
     let eos = tokenizer.eos().filter(|eos| options.append_eos && tokenizer.after().last() != Some(eos));
+    let chat = options.chat.as_ref().map(|chat| Chat::new(chat, tokenizer)).transpose()?;
     let mut so_far = PrepareProgress { source_bytes: corpus.bytes(), ..PrepareProgress::default() };
-    let counts = pipeline::run(corpus, tokenizer, split, threads(options.workers), |piece: Encoded| {
-        let output = match piece.part {
-            TargetSplit::Train => &mut train,
-            TargetSplit::Validation => validation.as_mut().unwrap_or(&mut train),
-        };
-        output.writer.append(&piece.tokens)?;
-        output.text_bytes += piece.text_bytes;
-        so_far.text_bytes += piece.text_bytes;
-        so_far.tokens += piece.tokens.len() as u64;
-        if piece.ends_document {
-            if let Some(eos) = eos {
-                output.writer.append(&[eos])?;
-                so_far.tokens += 1;
+    let mut invalid = 0;
+    let mut counts =
+        pipeline::run(corpus, tokenizer, chat.as_ref(), split, threads(options.workers), |piece: Encoded| {
+            let output = match piece.part {
+                TargetSplit::Train => &mut train,
+                TargetSplit::Validation => validation.as_mut().unwrap_or(&mut train),
+            };
+            invalid += u64::from(piece.invalid);
+            output.writer.append(&piece.tokens)?;
+            if let Some(learned) = &piece.learned {
+                output.mask.extend(learned.iter().copied());
             }
-            so_far.documents += 1;
-        }
-        if piece.ends_part {
-            output.writer.end_document();
-        }
-        progress(so_far);
-        Ok(())
-    })?;
+            output.text_bytes += piece.text_bytes;
+            so_far.text_bytes += piece.text_bytes;
+            so_far.tokens += piece.tokens.len() as u64;
+            if piece.ends_document {
+                if let Some(eos) = eos.filter(|_| piece.wants_end) {
+                    output.writer.append(&[eos])?;
+                    if piece.learned.is_some() {
+                        output.mask.extend([true]);
+                    }
+                    so_far.tokens += 1;
+                }
+                so_far.documents += 1;
+            }
+            if piece.ends_part {
+                output.writer.end_document();
+            }
+            progress(so_far);
+            Ok(())
+        })?;
+    counts.skipped.invalid += invalid;
     if counts.documents == 0 {
         return Err(DataError::TooLittle {
             what: format!(
@@ -329,7 +349,9 @@ fn build(
         None => {
             // The files of an earlier run with a validation part.
             let left = validation_prefix(&options.out);
-            [idx_path(&left), bin_path(&left)].iter().try_for_each(|path| atomic::remove_if_present(path))?;
+            [idx_path(&left), bin_path(&left), mask_path(&left)]
+                .iter()
+                .try_for_each(|path| atomic::remove_if_present(path))?;
             None
         }
     };
@@ -369,16 +391,46 @@ fn build(
 struct Output {
     writer: IndexedWriter,
     text_bytes: u64,
+    mask: Mask,
+}
+
+/// The bits of a mask being made: 12 MB for 100 million tokens.
+#[derive(Default)]
+struct Mask {
+    bits: Vec<u8>,
+    tokens: u64,
+    learned: u64,
+}
+
+impl Mask {
+    fn extend(&mut self, learned: impl IntoIterator<Item = bool>) {
+        for is_learned in learned {
+            if self.tokens.is_multiple_of(8) {
+                self.bits.push(0);
+            }
+            if let (true, Some(last)) = (is_learned, self.bits.last_mut()) {
+                *last |= 1 << (self.tokens % 8);
+                self.learned += 1;
+            }
+            self.tokens += 1;
+        }
+    }
 }
 
 impl Output {
     fn create(prefix: &Path, token_type: TokenType) -> Result<Self> {
-        Ok(Self { writer: IndexedWriter::create(prefix, token_type)?, text_bytes: 0 })
+        Ok(Self { writer: IndexedWriter::create(prefix, token_type)?, text_bytes: 0, mask: Mask::default() })
     }
 
     fn finish(self, out: &Path, suffix: &str) -> Result<SidecarPart> {
         let summary = self.writer.finish()?;
         let name = with_suffix(Path::new(out.file_name().unwrap_or_default()), suffix);
+        let mask = mask_path(&with_suffix(out, suffix));
+        let is_masked = self.mask.tokens > 0;
+        match is_masked {
+            true => atomic::write(&mask, &self.mask.bits)?,
+            false => atomic::remove_if_present(&mask)?,
+        }
         Ok(SidecarPart {
             name: name.to_string_lossy().into_owned(),
             documents: summary.documents,
@@ -386,6 +438,8 @@ impl Output {
             text_bytes: self.text_bytes,
             token_type: summary.token_type.to_string(),
             bin_xxh3: summary.bin_xxh3,
+            mask_xxh3: is_masked.then(|| format!("{:016x}", xxh3_64(&self.mask.bits))),
+            learned: is_masked.then_some(self.mask.learned),
         })
     }
 }

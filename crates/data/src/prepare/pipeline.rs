@@ -3,7 +3,8 @@
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::corpus::{Corpus, Document, Skipped};
+use crate::chat::{Chat, Conversation};
+use crate::corpus::{Corpus, Document, OnInvalid, Skipped};
 use crate::error::{DataError, Result};
 use crate::ordered::{self, JOB_BYTES};
 use crate::tokenizer::Tokenizer;
@@ -24,6 +25,13 @@ pub(super) struct Encoded {
     /// parts.
     pub(super) ends_part: bool,
     pub(super) tokens: Vec<u32>,
+    /// Of each token whether it is learned; None for plain text, of which all are.
+    pub(super) learned: Option<Vec<bool>>,
+    /// True if the end-of-text token belongs behind the document.
+    pub(super) wants_end: bool,
+    /// True for a record without a conversation, where those are skipped.
+    pub(super) invalid: bool,
+    /// Bytes of the text that is learned.
     pub(super) text_bytes: u64,
 }
 
@@ -119,6 +127,7 @@ struct Piece {
     ends_document: bool,
     ends_part: bool,
     file: usize,
+    line: u64,
     text: String,
 }
 
@@ -129,6 +138,7 @@ type Outlet = ordered::Outlet<Vec<Piece>, Result<Vec<Encoded>>>;
 pub(super) fn run(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
+    chat: Option<&Chat>,
     split: Split,
     workers: usize,
     mut take: impl FnMut(Encoded) -> Result<()>,
@@ -136,23 +146,30 @@ pub(super) fn run(
     ordered::run(
         workers,
         "encoding text",
-        |outlet| read(corpus, tokenizer, split, outlet),
-        |pieces: Vec<Piece>| pieces.into_iter().map(|piece| encode(corpus, tokenizer, piece)).collect(),
+        |outlet| read(corpus, tokenizer, chat.is_some(), split, outlet),
+        |pieces: Vec<Piece>| pieces.into_iter().map(|piece| encode(corpus, tokenizer, chat, piece)).collect(),
         |encoded: Result<Vec<Encoded>>| encoded?.into_iter().try_for_each(&mut take),
     )
 }
 
-fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -> Result<Counts> {
+/// Reads and divides documents. Those that are `whole` are not divided.
+fn read(corpus: &Corpus, tokenizer: &Tokenizer, whole: bool, split: Split, outlet: &Outlet) -> Result<Counts> {
     let mut counts = Counts::default();
-    let mut batch = Batch { pieces: Vec::new(), bytes: 0 };
+    let mut batch = Batch { pieces: Vec::new(), bytes: 0, whole };
     let mut documents = corpus.documents();
     let first = documents.next().transpose()?;
     let second = documents.next().transpose()?;
     let is_single = first.is_some() && second.is_none();
     for document in first.into_iter().chain(second).map(Ok).chain(documents.by_ref()) {
-        let Document { text, file, .. } = document?;
+        let Document { text, file, line } = document?;
+        let file = (file, line);
         counts.documents += 1;
-        let going_on = if is_single && split.fraction > 0.0 {
+        let going_on = if is_single && split.fraction > 0.0 && whole {
+            return Err(DataError::TooLittle {
+                what: "one conversation cannot be divided between training and validation".into(),
+                fix: "give more of them, or set the validation fraction to 0".into(),
+            });
+        } else if is_single && split.fraction > 0.0 {
             counts.by_position = true;
             counts.divided_documents += 1;
             let (train, validation) = divide(&text, split.fraction)?;
@@ -165,6 +182,7 @@ fn read(corpus: &Corpus, tokenizer: &Tokenizer, split: Split, outlet: &Outlet) -
             counts.hash_min = Some(counts.hash_min.map_or((hash, bytes), |low| low.min((hash, bytes))));
             counts.hash_max = Some(counts.hash_max.map_or(hash, |high| high.max(hash)));
             let share = split.share(hash, bytes);
+            let share = if whole { share.ceil() } else { share };
             if share > 0.0 && share < 1.0 {
                 counts.divided_documents += 1;
                 let (train, validation) = divide(&text, share)?;
@@ -218,6 +236,8 @@ impl Cut {
 struct Batch {
     pieces: Vec<Piece>,
     bytes: usize,
+    /// True if documents are not cut.
+    whole: bool,
 }
 
 impl Batch {
@@ -225,12 +245,12 @@ impl Batch {
         &mut self,
         tokenizer: &Tokenizer,
         part: TargetSplit,
-        file: usize,
+        (file, line): (usize, u64),
         text: &str,
         cut: Cut,
         outlet: &Outlet,
     ) -> bool {
-        let pieces = tokenizer.pieces(text, JOB_BYTES);
+        let pieces = if self.whole { vec![text] } else { tokenizer.pieces(text, JOB_BYTES) };
         let last = pieces.len() - 1;
         for (number, piece) in pieces.into_iter().enumerate() {
             self.bytes += piece.len();
@@ -240,6 +260,7 @@ impl Batch {
                 ends_document: cut.ends && number == last,
                 ends_part: number == last,
                 file,
+                line,
                 text: piece.to_owned(),
             });
             if self.bytes >= JOB_BYTES {
@@ -253,7 +274,10 @@ impl Batch {
     }
 }
 
-fn encode(corpus: &Corpus, tokenizer: &Tokenizer, piece: Piece) -> Result<Encoded> {
+fn encode(corpus: &Corpus, tokenizer: &Tokenizer, chat: Option<&Chat>, piece: Piece) -> Result<Encoded> {
+    if let Some(chat) = chat {
+        return encode_conversation(corpus, tokenizer, chat, &piece);
+    }
     let mut tokens = if piece.begins_document { tokenizer.before().to_vec() } else { Vec::new() };
     let encoded = tokenizer.encode_ordinary(&piece.text).map_err(|error| match error {
         DataError::Vocabulary { what, fix, .. } => {
@@ -270,6 +294,41 @@ fn encode(corpus: &Corpus, tokenizer: &Tokenizer, piece: Piece) -> Result<Encode
         ends_document: piece.ends_document,
         ends_part: piece.ends_part,
         tokens,
+        learned: None,
+        wants_end: true,
+        invalid: false,
         text_bytes: piece.text.len() as u64,
+    })
+}
+
+/// Encodes the conversation of a record. What the tokenizer puts around texts is the template's
+/// matter.
+fn encode_conversation(corpus: &Corpus, tokenizer: &Tokenizer, chat: &Chat, piece: &Piece) -> Result<Encoded> {
+    let path = &corpus.files()[piece.file].path;
+    let nothing = Conversation { text: String::new(), learned: Vec::new(), wants_end: false };
+    let (told, invalid) = match chat.read(&piece.text) {
+        Ok(told) => (told, false),
+        Err(_) if corpus.options().on_invalid == OnInvalid::Skip => (nothing, true),
+        Err(what) => {
+            let fix =
+                "repair or remove the record; `data.loss_on` and `data.chat_template` say how conversations are read";
+            return Err(DataError::input(path, Some(piece.line), what, fix));
+        }
+    };
+    let (mut tokens, mut learned) = tokenizer.encode_learned(&told.text, &told.learned)?;
+    if told.wants_end {
+        let before = tokenizer.before();
+        tokens.splice(0..0, before.iter().copied());
+        learned.splice(0..0, before.iter().map(|_| false));
+    }
+    Ok(Encoded {
+        part: piece.part,
+        ends_document: piece.ends_document,
+        ends_part: piece.ends_part,
+        tokens,
+        learned: Some(learned),
+        wants_end: told.wants_end,
+        invalid,
+        text_bytes: told.learned.iter().map(|range| range.len() as u64).sum(),
     })
 }

@@ -89,6 +89,12 @@ pub struct SidecarPart {
     pub token_type: String,
     /// xxh3 of the `.bin`.
     pub bin_xxh3: String,
+    /// xxh3 of the `.mask`; None if every token is a target.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mask_xxh3: Option<String>,
+    /// Number of tokens that are targets; None if every token is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learned: Option<u64>,
 }
 
 /// One source file.

@@ -14,12 +14,14 @@ use crate::error::{DataError, Result};
 const CONFIG: &str = "tokenizer_config.json";
 /// Special tokens once more.
 pub(super) const SPECIAL_TOKENS: &str = "special_tokens_map.json";
+/// The chat template, which comes before that of `tokenizer_config.json`.
+const TEMPLATE: &str = "chat_template.jinja";
 /// All that transformers reads or writes beside `tokenizer.json`.
 const NAMES: [&str; 8] = [
     CONFIG,
     SPECIAL_TOKENS,
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE,
     "chat_template.json",
     "tokenizer.model",
     "vocab.json",
@@ -75,6 +77,23 @@ impl Companions {
         token.as_str().or_else(|| token.get("content")?.as_str())
     }
 
+    /// The chat template: of `chat_template.jinja`, of `tokenizer_config.json` (of several the one
+    /// called `default`), or of `chat_template.json`.
+    pub(super) fn chat_template(&self) -> Option<String> {
+        let of_file = self.files.get(TEMPLATE).map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+        of_file.or_else(|| of_value(self.config.get("chat_template")?)).or_else(|| {
+            let json: Value = serde_json::from_slice(self.files.get("chat_template.json")?).ok()?;
+            of_value(json.get("chat_template")?)
+        })
+    }
+
+    /// The same files with another chat template.
+    pub(super) fn with_chat_template(&self, template: &str) -> Self {
+        let (mut files, config) = (self.files.clone(), self.config.clone());
+        files.insert(TEMPLATE, template.as_bytes().to_vec());
+        Self { files, config }
+    }
+
     /// True where `tokenizer_config.json` says so for `key`.
     pub(super) fn flag(&self, key: &str) -> bool {
         self.config.get(key).and_then(Value::as_bool) == Some(true)
@@ -104,6 +123,13 @@ impl Companions {
         }
         atomic::write(&beside(path, CONFIG), pretty(&Value::Object(whole)).as_bytes())
     }
+}
+
+/// A template, or the one called `default` of several.
+fn of_value(value: &Value) -> Option<String> {
+    let named = |one: &&Value| one.get("name").and_then(Value::as_str) == Some("default");
+    let one = value.as_array().map_or(Some(value), |all| all.iter().find(named)?.get("template"))?;
+    one.as_str().map(str::to_owned)
 }
 
 /// The file `name` of the tokenizer file `path`: in its folder, with the same beginning where it is

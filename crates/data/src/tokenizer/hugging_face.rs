@@ -109,6 +109,19 @@ impl HuggingFace {
         }
     }
 
+    pub(super) fn is_special(&self, id: u32) -> bool {
+        self.inner.get_added_tokens_decoder().get(&id).is_some_and(|token| token.special)
+    }
+
+    /// The tokens of a text, and the bytes that each is made of.
+    pub(super) fn encode_with_places(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+        let encoding = self.inner.encode(text, false).map_err(|e| {
+            let what = format!("could not encode a text ({e})");
+            DataError::tokenizer(&self.origin, what, "check that its unknown token is in its vocabulary")
+        })?;
+        Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+    }
+
     pub(super) fn encode_ordinary(&self, text: &str) -> Result<Vec<u32>> {
         if let Some(fast) = &self.fast {
             return Ok(fast.encode(text));

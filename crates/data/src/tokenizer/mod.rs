@@ -18,6 +18,7 @@ mod stream;
 mod train;
 mod words;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -297,6 +298,55 @@ impl Tokenizer {
         let both = [words(self.before(), "begins"), words(self.after(), "ends")];
         let said = both.into_iter().flatten().collect::<Vec<_>>().join(" and ");
         (!said.is_empty()).then_some(said)
+    }
+
+    /// The text of a special token by its key in `tokenizer_config.json`: `eos_token`.
+    pub fn special(&self, key: &str) -> Option<String> {
+        let of_id = |id: Option<u32>| id.map(|id| self.decode(&[id]));
+        self.companions.token(key).map(str::to_owned).or_else(|| match key {
+            "eos_token" => self.eos_name(),
+            "bos_token" => of_id(self.bos),
+            _ => None,
+        })
+    }
+
+    /// True for a token that no text is encoded to but by its name.
+    pub fn is_special(&self, token: u32) -> bool {
+        match &*self.kind {
+            Kind::Bytes => token == 256,
+            Kind::Characters(_) => false,
+            Kind::HuggingFace(inner) => inner.is_special(token),
+        }
+    }
+
+    /// The chat template that lies beside it, in Jinja.
+    pub fn chat_template(&self) -> Option<String> {
+        self.companions.chat_template()
+    }
+
+    /// The same tokenizer with another chat template, which is saved with it. Those of bytes and
+    /// characters have no place for one.
+    pub fn with_chat_template(mut self, template: &str) -> Self {
+        if matches!(&*self.kind, Kind::HuggingFace(_)) {
+            self.companions = Arc::new(self.companions.with_chat_template(template));
+        }
+        self
+    }
+
+    /// The tokens of a text, and of each whether it has something of the ranges `learned`, which
+    /// are bytes. Special tokens that occur literally in the text become their ids.
+    pub fn encode_learned(&self, text: &str, learned: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>)> {
+        let (tokens, places) = match &*self.kind {
+            Kind::Bytes => (self.encode(text)?, (0..text.len()).map(|at| (at, at + 1)).collect()),
+            Kind::Characters(characters) => {
+                let places = text.char_indices().map(|(at, character)| (at, at + character.len_utf8()));
+                (characters.encode(text)?, places.collect())
+            }
+            Kind::HuggingFace(inner) => inner.encode_with_places(text)?,
+        };
+        let is_learned = |(begin, end): &(usize, usize)| learned.iter().any(|of| *begin < of.end && of.start < *end);
+        let learned = places.iter().map(is_learned).collect();
+        Ok((tokens, learned))
     }
 
     /// The id of a token by its name in the vocabulary.

@@ -1,8 +1,10 @@
 //! Resolves `[data]` and `[evaluation]`: the training corpora and the validation text.
 
+use super::error::Origin;
 use super::resolve::{Inputs, Resolver};
 use super::sections::*;
-use crate::corpora::{expanded, held_back_part, prepared_fraction, source_exists, token_source};
+use super::sections_chat::{DataFormat, LossOnPart};
+use crate::corpora::{CHATML, expanded, held_back_part, prepared_fraction, source_exists, token_source};
 use trainyard_data::prepare::VALIDATION_FRACTION;
 
 impl Resolver {
@@ -41,7 +43,8 @@ impl Resolver {
             None if inputs.batches_supplied => false,
             None => self.held_back(&data),
         };
-        match data.sampling {
+        let sampling = self.conversations(&data);
+        match sampling {
             Sampling::Random => self.unused("data.shuffle", &data.shuffle, "random sampling has no order"),
             Sampling::BestFit => self.unused("data.shuffle", &data.shuffle, "rows of best fit have no order"),
             Sampling::Packed => drop(self.settle("data.shuffle", &data.shuffle, true, "the usual for training")),
@@ -66,6 +69,31 @@ impl Resolver {
         let cache = self.config.run.directory.join("data-cache");
         self.settle("data.cache", &data.cache, cache, "inside run.directory");
         validation
+    }
+
+    /// Resolves the keys of conversations. Returns the way in which sequences are cut.
+    fn conversations(&mut self, data: &DataSection) -> Sampling {
+        if data.format == DataFormat::Text {
+            let because = "data.format is \"text\"";
+            self.unused("data.loss_on", &data.loss_on, because);
+            self.unused("data.chat_template", &data.chat_template, because);
+            return data.sampling;
+        }
+        let because = "what the assistant says, and that it then stops";
+        self.settle("data.loss_on", &data.loss_on, LossOnPart::Answers, because);
+        if let Some(template) = data.chat_template.as_ref().filter(|name| name.as_os_str() != CHATML) {
+            self.path_exists("data.chat_template", Some(template));
+        }
+        if data.fim_rate > 0.0 {
+            let message = "data.fim_rate moves the tokens of documents, and data.format = \"chat\" says of each whether it \
+                           is learned; leave data.fim_rate at 0";
+            self.problem("data.fim_rate", message);
+        }
+        if self.config.origin("data.sampling") != Origin::Default {
+            return data.sampling;
+        }
+        self.fill("data.sampling", &Sampling::BestFit, "so that conversations stay whole");
+        Sampling::BestFit
     }
 
     /// True if a part of `data.train` is held back for validation. Tokens are divided when they are

@@ -6,6 +6,7 @@
 
 use super::device::DeviceKind;
 use super::section::section;
+use super::sections_chat::{DataFormat, LossOnPart};
 use super::value::{ByteSize, Overrides, Sources, choices};
 use std::path::PathBuf;
 use trainyard_model::Family;
@@ -413,6 +414,14 @@ section! {
         /// text.
         #[elsewhere("text_column", "content_field", "json_keys", "text_key")]
         text_field: String = "text".to_owned();
+        /// The form of text corpora.
+        format: DataFormat = DataFormat::Text;
+        /// The part of a conversation that is learned; chat only. Unset: answers.
+        #[elsewhere("assistant_only_loss", "train_on_inputs", "completion_only_loss")]
+        loss_on: Option<LossOnPart> = None;
+        /// A file with a chat template in Jinja, or `chatml`; chat only. Unset: that of the
+        /// tokenizer.
+        chat_template: Option<PathBuf> = None;
         /// Share of the documents whose middle is moved behind their end, to be filled in (FIM).
         /// The tokenizer must have the tokens for it, such as `<fim_prefix>`.
         #[elsewhere("fim_ratio", "fill_in_the_middle")]

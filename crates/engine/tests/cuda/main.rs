@@ -344,7 +344,7 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
         let run = |device: &Device, dtype| {
             let trained =
                 open_trained_on(device, &folder.path().join("run"), Choice::Latest, Some(dtype), |_| ()).unwrap();
-            let corpus = open_text(&[folder.path().join("text.txt")], "text").unwrap();
+            let corpus = open_text(&[folder.path().join("text.txt")], "text", false).unwrap();
             let out = folder.path().join("tokens");
             let options = PrepareOptions { validation_fraction: 0.0, reuse: true, ..PrepareOptions::new(out) };
             let made = prepare(&corpus, &trained.tokenizer, &options, |_| ()).unwrap();

@@ -170,6 +170,14 @@ fn prepared() -> tempfile::TempDir {
         |i: usize| format!("{{\"text\": \"line {i} of {}\", \"body\": \"{} other words\"}}\n", i * 37 % 11, i * 7);
     // Four micro-batches on two stages, all forwards first and the backwards in reverse.
     write("order.csv", "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0\n".to_owned());
+    let talk = |i: usize| {
+        let (asked, answer) = (format!("say {i}"), i * 7);
+        format!(
+            "{{\"prompt\": [{{\"role\": \"user\", \"content\": \"{asked}\"}}], \"completion\": [{{\"role\": \"assistant\", \"content\": \"{answer}\"}}]}}\n"
+        )
+    };
+    write("talks.jsonl", (0..80).map(talk).collect());
+    write("short.jinja", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}".to_owned());
     write("lines.jsonl", (0..80).map(line).collect());
     Tokenizer::characters_from("0123456789 adnil").unwrap().save(&folder.path().join("tok.json")).unwrap();
 

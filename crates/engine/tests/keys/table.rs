@@ -73,6 +73,7 @@ const LLAMA3: &[&str] = &[
 ];
 const YARN: &[&str] =
     &["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_theta=100"];
+const TALKS: &[&str] = &["data.train={F}/talks.jsonl", "data.format=chat", "data.chat_template=chatml"];
 const TEACHER: &[&str] = &["distillation.teacher={F}/hf"];
 const JENSEN: &[&str] = &["distillation.teacher={F}/hf", "distillation.divergence=jensen_shannon"];
 const FROZEN: &[&str] = &["fine_tuning.freeze=['block.*']"];
@@ -183,6 +184,9 @@ pub const ROWS: &[Row] = &[
     row("data.shuffle", &[], &["data.shuffle=false"], Losses),
     row("data.respect_document_boundaries", LINES, &["data.respect_document_boundaries=false"], Losses),
     row("data.text_field", LINES, &["data.text_field=body"], Losses),
+    row("data.format", &[], &["data.format=chat"], Refused("is no JSONL file")),
+    row("data.loss_on", TALKS, &["data.loss_on=all"], Losses),
+    row("data.chat_template", TALKS, &["data.chat_template={F}/short.jinja"], Losses),
     row("data.workers", &[], &["data.workers=3"], DataThreads),
     row(
         "data.prefetch",
