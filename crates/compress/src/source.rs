@@ -4,9 +4,8 @@ use crate::{Result, error::refuse};
 use std::path::Path;
 use trainyard_autograd::{ParamId, Store};
 use trainyard_data::Tokenizer;
-use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::session::files;
-use trainyard_engine::trained::{Trained, open_description, open_trained_on};
+use trainyard_engine::trained::{Selection, Trained, open_description, open_trained_on};
 use trainyard_model::weights::WeightReader;
 use trainyard_model::{Model, ModelSpec};
 use trainyard_tensor::{DType, Device, Purpose};
@@ -26,14 +25,20 @@ enum Weights {
 }
 
 impl Source {
-    /// Opens a run at the checkpoint `choice`, a Hugging Face folder or a GGUF file. A run's
+    /// Opens a run at the checkpoint and with the weights of `selection`, a Hugging Face folder or a GGUF file. A run's
     /// adapters are merged into its weights.
     ///
     /// # Errors
     /// As [`open_trained_on`]; a model whose blocks have matrices that are not products [out, in].
-    pub fn open(path: &Path, choice: Choice, device: &Device, mut note: impl FnMut(&str)) -> Result<Source> {
-        if path.join(files::MODEL).is_file() || choice != Choice::Latest {
-            let trained = open_trained_on(device, path, choice, Some(DType::F32), note)?;
+    pub fn open(
+        path: &Path,
+        selection: impl Into<Selection>,
+        device: &Device,
+        mut note: impl FnMut(&str),
+    ) -> Result<Source> {
+        let selection = selection.into();
+        if path.join(files::MODEL).is_file() || selection != Selection::default() {
+            let trained = open_trained_on(device, path, selection, Some(DType::F32), note)?;
             let (spec, tokenizer) = (trained.spec.clone(), trained.tokenizer.clone());
             let model = Model::new(spec.clone())?;
             return Source { model, spec, tokenizer, weights: Weights::Run(Box::new(trained)) }.checked();

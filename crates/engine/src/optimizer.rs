@@ -10,7 +10,10 @@
 //!   matrices of weight files.
 //!
 //! Norms and biases have no weight decay.
+//!
+//! An average of the weights over steps ([`crate::averaging`]) lies behind the state of each chunk.
 
+mod averages;
 mod on_host;
 
 use crate::Result;
@@ -59,6 +62,8 @@ pub struct Rates {
     pub gradient_scale: f32,
     /// Number of the update, from 1. Skipped steps do not count.
     pub update: u64,
+    /// The share of the new weights in their average; None if the average stays as it is.
+    pub average: Option<f32>,
 }
 
 /// A stretch of a unit's flat buffers whose state is kept and moved together.
@@ -66,8 +71,10 @@ struct Chunk {
     /// Its elements.
     range: Range<usize>,
     pieces: Vec<Piece>,
-    /// Number of elements of its state.
+    /// Number of elements of its state, the average of its masters included.
     state_elements: usize,
+    /// The first element of that average within the state; None if there is none.
+    average: Option<usize>,
     /// Offset of its masters in the store. Its state follows at the next sector.
     offset: u64,
     /// Its buffers in memory; None while it is in the store.
@@ -259,19 +266,12 @@ impl Optimizer {
         let buffer =
             lock(&self.staging).pop().expect("as many buffers as the program has chunks on the device at once");
         let mut staged = buffer.first(chunk.range.len(), chunk.state_elements)?;
-        if !self.device.is_meta() {
-            if let Some(masters) = &mut staged.masters {
-                masters.overwrite_bytes(|bytes| store.read(chunk.offset, bytes))??;
-            }
-            if let Some(state) = &mut staged.state {
-                let offset = chunk.offset + self.masters_bytes(chunk);
-                state.overwrite_bytes(|bytes| store.read(offset, bytes))??;
-            }
-            if let (Some(gradient), Some(Stored::Away(store, offset))) =
+        self.read(store, chunk, &mut staged)?;
+        if !self.device.is_meta()
+            && let (Some(gradient), Some(Stored::Away(store, offset))) =
                 (&mut staged.gradient, gradients.in_tier(unit, &chunk.range)?)
-            {
-                gradient.overwrite_bytes(|bytes| store.read(offset, bytes))??;
-            }
+        {
+            gradient.overwrite_bytes(|bytes| store.read(offset, bytes))??;
         }
         // The whole buffer is kept, so that it can be returned to `staging`; `staged` is a view of
         // it.
@@ -294,6 +294,21 @@ impl Optimizer {
 
     fn masters_bytes(&self, chunk: &Chunk) -> u64 {
         if self.with_masters { aligned(4 * chunk.range.len() as u64) } else { 0 }
+    }
+
+    /// Reads a chunk's masters and state from the store.
+    fn read(&self, store: &Store, chunk: &Chunk, staged: &mut Staged) -> Result<()> {
+        if self.device.is_meta() {
+            return Ok(());
+        }
+        if let Some(masters) = &mut staged.masters {
+            masters.overwrite_bytes(|bytes| store.read(chunk.offset, bytes))??;
+        }
+        if let Some(state) = &mut staged.state {
+            let offset = chunk.offset + self.masters_bytes(chunk);
+            state.overwrite_bytes(|bytes| store.read(offset, bytes))??;
+        }
+        Ok(())
     }
 
     fn write_masters(&self, store: &Store, chunk: &Chunk, staged: &Staged) -> Result<()> {
@@ -354,7 +369,10 @@ impl Optimizer {
             };
             piece.update(settings, rates, operands, staged.state.as_ref())?;
         }
-        Ok(())
+        match rates.average {
+            Some(share) => self.average(unit, chunk, &staged, parameters, share),
+            None => Ok(()),
+        }
     }
 
     /// Casts a chunk's masters into its compute copy again. Needed when an update is skipped and
@@ -650,7 +668,8 @@ fn chunks(
     let chunk = |number: usize| {
         let range = overlap(&(held.start + number * each..held.start + (number + 1) * each), &held);
         let (here, visit) = (Mutex::default(), Mutex::default());
-        let mut chunk = Chunk { range, pieces: Vec::new(), state_elements: 0, offset: 0, here, visit };
+        let pieces = Vec::new();
+        let mut chunk = Chunk { range, pieces, state_elements: 0, average: None, offset: 0, here, visit };
         for stretch in &stretches {
             let range = overlap(&stretch.range, &chunk.range);
             if range != stretch.range && !stretch.rule.is_elementwise() {
@@ -671,6 +690,10 @@ fn chunks(
             }
             let (parameters, member) = (parameters.clone(), member.clone());
             chunk.pieces.push(Piece { range, decays, rule, slots, parameters, member });
+        }
+        if settings.averaging.is_some() && !chunk.range.is_empty() {
+            chunk.average = Some(chunk.state_elements);
+            chunk.state_elements = (chunk.state_elements + chunk.range.len()).next_multiple_of(UnitLayout::ALIGN);
         }
         Ok(chunk)
     };

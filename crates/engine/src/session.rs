@@ -306,6 +306,7 @@ impl Session {
         let state = RunState {
             step: 0,
             updates: 0,
+            averaged: 0,
             skipped_in_a_row: 0,
             skipped: 0,
             samples: 0,

@@ -557,7 +557,8 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
     }
 }
 
-/// Bytes per element of each kind of state. Optimizer state of Muon and Adafactor differs between
+/// Bytes per element of each kind of state; an average of the weights counts as the optimizer's.
+/// Optimizer state of Muon and Adafactor differs between
 /// parameters; the figure is that of most.
 fn state_bytes(resolved: &Resolved) -> StateBytes {
     let compute = compute_dtype(resolved);
@@ -567,11 +568,12 @@ fn state_bytes(resolved: &Resolved) -> StateBytes {
         OptimizerName::Sgd if resolved.optimizer.momentum != 0.0 => 4,
         OptimizerName::Sgd | OptimizerName::Adafactor => 0,
     };
+    let average = if resolved.optimizer.averaging.is_some() { 4 } else { 0 };
     StateBytes {
         parameter: compute.size() as u32,
         master: if compute == DType::F32 { 0 } else { 4 },
         gradient: 4,
-        optimizer,
+        optimizer: optimizer + average,
         reduce: reduce_dtype(resolved).size() as u32,
     }
 }

@@ -7,8 +7,9 @@
 //! - `optimizer`: the optimizer's state per parameter;
 //! - JSON: the rest (updates, loss scale, position in the data).
 //!
-//! Three more exist where they have anything in them:
+//! Four more exist where they have anything in them:
 //!
+//! - `averages`: the average of the weights over steps, under the names of the parameters;
 //! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
@@ -17,6 +18,10 @@
 //!
 //! Names and shapes are those of whole parameters, and each rank writes elements that it holds:
 //! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
+
+mod averages;
+
+pub use averages::load_averages;
 
 use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, PlacedRuns, Region, Runs, Snapshot, SnapshotPart};
 use crate::early_stopping::EarlyStopping;
@@ -43,6 +48,9 @@ pub struct RunState {
     pub step: u64,
     /// Updates made.
     pub updates: u64,
+    /// Number of weights that the average of the weights has taken. Old checkpoints do not have it.
+    #[serde(default)]
+    pub averaged: u64,
     /// Number of steps skipped in a row up to now.
     pub skipped_in_a_row: u64,
     /// Number of steps skipped in total.
@@ -241,6 +249,9 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
         }
         parts.push((REPLICAS, replicas, all_replica_names(rank)));
     }
+    if rank.has_averages() {
+        parts.push((averages::PART, averages::regions(rank, &writes, copies)?, all_names(rank)));
+    }
     if rank.has_outer_momentum() {
         parts.push((OUTER, momenta(rank, &writes, copies)?, all_names(rank).iter().map(momentum_name).collect()));
     }
@@ -368,7 +379,7 @@ fn replicas_in(checkpoint: &Checkpoint) -> usize {
 /// The state in a checkpoint with which `rank` does not go on, in words. It is not an error: a
 /// codec or a rule may be changed between sittings.
 pub(crate) fn left_behind(rank: &Rank, checkpoint: &Checkpoint) -> Vec<String> {
-    let mut all = Vec::new();
+    let mut all: Vec<String> = averages::left_behind(rank, checkpoint).into_iter().collect();
     if checkpoint.names(RESIDUALS).next().is_some() && rank.residuals().is_empty() {
         all.push(
             "what earlier messages left out is dropped, because no codec with error feedback is set now".to_owned(),
@@ -412,7 +423,8 @@ pub(crate) fn bytes_of_tensors(rank: &Rank) -> u64 {
     let apart = if rank.is_apart() { replicas * parameters + (replicas - 1) * states } else { 0 };
     let momentum = if rank.has_outer_momentum() { parameters } else { 0 };
     let residuals = rank.residual_names().len() * parameters;
-    4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals) as u64
+    let averages = if rank.has_averages() { trained_parameters(rank).map(whole).sum() } else { 0 };
+    4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals + averages) as u64
 }
 
 /// The region of the elements `pieces` of a tensor. `stored` are the elements that the rank holds.
@@ -502,6 +514,7 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
         let (from, name) = if own == 0 { (OPTIMIZER, name) } else { (REPLICAS, of_replica(&name, own)) };
         fill(checkpoint, from, &name, &[elements], &spec, part.range.clone(), values).map_err(of_another_optimizer)
     })?;
+    state.averaged = averages::restore(rank, checkpoint, state.averaged)?;
     restore_apart(rank, checkpoint, own)?;
     restore_residuals(rank, checkpoint)?;
     if own > 0 {
@@ -509,7 +522,8 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
         state = RunState { updates, skipped_in_a_row, skipped, history, ..state };
     }
     state.scaler = state.scaler.continued(rank.scaler());
-    rank.core(|core| (core.updates, core.scaler) = (state.updates, state.scaler));
+    let RunState { updates, averaged, scaler, .. } = state;
+    rank.core(|core| (core.updates, core.averaged, core.scaler) = (updates, averaged, scaler));
     Ok(state)
 }
 
@@ -602,7 +616,7 @@ fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
             MODEL => continue,
             OPTIMIZER => all_state_names(rank),
             // `left_behind` tells what is not read of these.
-            RESIDUALS | OUTER | REPLICAS => continue,
+            RESIDUALS | OUTER | REPLICAS | averages::PART => continue,
             _ => BTreeSet::new(),
         };
         checkpoint
@@ -634,13 +648,18 @@ fn of_another_optimizer(error: EngineError) -> EngineError {
 /// # Errors
 /// If a tensor of the model is missing or has another shape, or the checkpoint has others.
 pub fn load_parameters(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
+    load_from(MODEL, rank, checkpoint)
+}
+
+/// Sets the parameters to the tensors of `part` under their names.
+fn load_from(part: &str, rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
     let names = all_names(rank);
-    checkpoint.check_all_read(MODEL, |name| names.contains(name))?;
+    checkpoint.check_all_read(part, |name| names.contains(name))?;
     let named = |(id, spec): (ParamId, &ParameterSpec)| (id, (name_of(rank, id), spec.clone()));
     let specs: BTreeMap<_, _> = rank.model().parameters().map(named).collect();
     rank.set_masters(|id, range, values| {
         let (name, spec) = &specs[&id];
-        fill(checkpoint, MODEL, name, spec.whole_shape(), spec, range, values)
+        fill(checkpoint, part, name, spec.whole_shape(), spec, range, values)
     })
 }
 

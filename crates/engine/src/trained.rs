@@ -38,6 +38,31 @@ pub struct Trained {
     pub run: Option<TrainedRun>,
 }
 
+/// The part of a run that a trained model is opened with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Selection {
+    /// The checkpoint.
+    pub checkpoint: Choice,
+    /// The weights in it.
+    pub weights: Weights,
+}
+
+/// The weights of a checkpoint.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Weights {
+    /// Those of its step.
+    #[default]
+    Last,
+    /// Their average over the steps before ([`crate::averaging`]).
+    Averaged,
+}
+
+impl From<Choice> for Selection {
+    fn from(checkpoint: Choice) -> Selection {
+        Selection { checkpoint, weights: Weights::Last }
+    }
+}
+
 /// The run that trained a model.
 pub struct TrainedRun {
     /// Its configuration, unresolved.
@@ -46,6 +71,8 @@ pub struct TrainedRun {
     pub sequence_length: usize,
     /// The step of the checkpoint.
     pub step: u64,
+    /// The weights of that checkpoint.
+    pub weights: Weights,
 }
 
 /// Settings for running a trained model.
@@ -69,13 +96,19 @@ impl Runtime {
     }
 }
 
-/// Opens a run at the checkpoint `choice`, or a Hugging Face folder, for which `choice` must be the
-/// latest.
+/// Opens a run at the checkpoint and with the weights of `selection`, or a Hugging Face folder, for
+/// which that must be the default.
 ///
 /// # Errors
 /// If the folder is neither; if the checkpoint is missing, is damaged, or holds other tensors than
-/// the model; if the configuration cannot be read.
-pub fn open_trained(folder: &Path, choice: Choice, runtime: &Runtime, mut note: impl FnMut(&str)) -> Result<Trained> {
+/// the model; if it has no average of the weights and that is selected; if the configuration cannot
+/// be read.
+pub fn open_trained(
+    folder: &Path,
+    selection: impl Into<Selection>,
+    runtime: &Runtime,
+    mut note: impl FnMut(&str),
+) -> Result<Trained> {
     let device = match runtime.device {
         DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
         DeviceKind::Cuda(ordinal) => {
@@ -83,7 +116,7 @@ pub fn open_trained(folder: &Path, choice: Choice, runtime: &Runtime, mut note: 
             Device::cuda(Arc::new(Cuda::open(ordinal.unwrap_or(0), runtime.threads)?), None)
         }
     };
-    open_trained_on(&device, folder, choice, runtime.dtype, note)
+    open_trained_on(&device, folder, selection, runtime.dtype, note)
 }
 
 /// Like [`open_trained`], on an open device. `dtype` is that of forward. None: the run's, or f32
@@ -94,11 +127,19 @@ pub fn open_trained(folder: &Path, choice: Choice, runtime: &Runtime, mut note: 
 pub fn open_trained_on(
     device: &Device,
     folder: &Path,
-    choice: Choice,
+    selection: impl Into<Selection>,
     dtype: Option<DType>,
     mut note: impl FnMut(&str),
 ) -> Result<Trained> {
+    let Selection { checkpoint: choice, weights } = selection.into();
     if !folder.join(files::MODEL).is_file() {
+        if weights == Weights::Averaged {
+            return Err(does_not_fit(format!(
+                "{} is not the folder of a run (it has no {}), so it has no average of the weights: leave out --averaged",
+                folder.display(),
+                files::MODEL
+            )));
+        }
         if choice != Choice::Latest {
             return Err(does_not_fit(format!(
                 "{} is not the folder of a run (it has no {}), so it has no checkpoint to choose: leave out --checkpoint {choice}",
@@ -133,8 +174,12 @@ pub fn open_trained_on(
     if !tuning.is_nothing() {
         load_frozen(&mut rank, &config, &mut note)?;
     }
-    snapshot::load_parameters(&mut rank, &found.checkpoint)?;
-    Ok(Trained { rank, tokenizer, spec, run: Some(TrainedRun { config, sequence_length, step: found.step }) })
+    match weights {
+        Weights::Last => snapshot::load_parameters(&mut rank, &found.checkpoint)?,
+        Weights::Averaged => snapshot::load_averages(&mut rank, &found.checkpoint)?,
+    }
+    let run = TrainedRun { config, sequence_length, step: found.step, weights };
+    Ok(Trained { rank, tokenizer, spec, run: Some(run) })
 }
 
 /// Reads the description of the model of the run in `folder`.
@@ -262,6 +307,14 @@ pub(crate) fn load_weights(rank: &mut Rank, folder: &Path, adapter: Option<&Path
         Ok(values.overwrite(read)?.map_err(trainyard_model::ModelError::from)?)
     })?;
     Ok(reader.notes().to_vec())
+}
+
+impl TrainedRun {
+    /// The step and the weights in words: `step 40`, `step 40, averaged weights`.
+    pub fn weights_in_words(&self) -> String {
+        let averaged = if self.weights == Weights::Averaged { ", averaged weights" } else { "" };
+        format!("step {}{averaged}", self.step)
+    }
 }
 
 impl Trained {

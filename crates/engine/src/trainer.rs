@@ -2,13 +2,14 @@
 //! writes checkpoints and stops a run that diverges.
 
 mod checks;
+mod evaluation;
 mod spikes;
 
 use crate::checkpoint::{BackgroundWriter, Event};
 use crate::clock::Clock;
 use crate::config::{OnSpike, Resolved};
 use crate::early_stopping::StoppedEarly;
-use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until, slices};
+use crate::evaluate::slices;
 use crate::health::Suspicion;
 use crate::measured::{Kinds, Measured};
 use crate::metrics::above_peak::{AbovePeak, Work};
@@ -609,51 +610,6 @@ impl<'s> Run<'s> {
         Err(EngineError::Diverged { step, skipped, loss, kept })
     }
 
-    /// Evaluates on the validation data. Returns false if it was interrupted.
-    fn evaluate(&mut self) -> Result<bool> {
-        let began = Instant::now();
-        let session = &*self.session;
-        let config = &session.resolved.config;
-        let settings = EvaluationSettings {
-            sequence_length: session.resolved.sequence_length,
-            rows: session.resolved.batch.micro,
-            respect_document_boundaries: config.data.respect_document_boundaries,
-            tokens_max: config.evaluation.tokens_max,
-        };
-        let (control, progress) = (self.control, &mut *self.progress);
-        // Rank 0 decides whether to stop.
-        let mut stops = |done| {
-            progress.evaluating(done);
-            let mut word = [u64::from(control.is_asked_to_stop(&session.world))];
-            session.world.broadcast(&mut word, 0)?;
-            Ok(word[0] == 1)
-        };
-        let evaluation = evaluate_until(&session.rank, &session.validation, &session.tokenizer, settings, &mut stops)?;
-        let Some(Evaluation { loss_sum, targets, text_bytes, texts }) = evaluation else {
-            self.progress.note("the evaluation was left off");
-            return Ok(false);
-        };
-        let step = session.state.step;
-        let metrics = EvaluationMetrics::new(step, loss_sum, targets, text_bytes, began.elapsed().as_secs_f64())
-            .with_texts(&session.validation_names, &texts);
-        if let Some(recorder) = &mut self.recorder {
-            recorder.evaluation(&metrics)?;
-        }
-        self.progress.evaluation(&metrics);
-        if self.evaluation_due() {
-            let min_delta = self.session.resolved.config.evaluation.early_stopping_min_delta.unwrap_or(0.0);
-            self.session.state.early_stopping.count(step, metrics.loss, min_delta);
-        }
-        if self.saved.0 == step {
-            report(self.writer.evaluated(step, metrics.loss)?, self.progress);
-        }
-        self.evaluation = Some(metrics);
-        self.evaluated = Some(step);
-        // The evaluation does not count as time of the next step.
-        self.clock.last_step_end = Instant::now();
-        Ok(true)
-    }
-
     /// Writes the last checkpoint, runs the last evaluation, and returns the sitting's summary.
     fn finish(mut self, mut ending: Ending) -> Result<Summary> {
         let step = self.session.state.step;
@@ -729,6 +685,7 @@ impl RunState {
     ) -> Option<Suspicion> {
         self.step += 1;
         self.updates = rank.updates();
+        self.averaged = rank.averaged();
         self.scaler = rank.scaler();
         self.samples = samples;
         self.tokens += outcome.tokens;

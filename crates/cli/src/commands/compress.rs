@@ -82,7 +82,7 @@ impl ModelArgs {
     /// Opens the model.
     pub fn open(&self, device: &Device) -> Result<Source> {
         check_out(&self.out)?;
-        Source::open(&self.model, self.checkpoint.checkpoint, device, note)
+        Source::open(&self.model, self.checkpoint.selection(), device, note)
             .with_context(|| format!("cannot open the model {}", self.model.display()))
     }
 

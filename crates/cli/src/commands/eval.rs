@@ -82,7 +82,7 @@ impl Args {
 pub fn run(args: &Args) -> Result<()> {
     let runtime = args.runtime.resolve()?;
     let open_model = |model: &PathBuf| {
-        open_trained(model, args.checkpoint.checkpoint, &runtime, note)
+        open_trained(model, args.checkpoint.selection(), &runtime, note)
             .with_context(|| format!("cannot open the model {}", model.display()))
     };
     let models = &args.models;
@@ -133,7 +133,7 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
         });
         return print(format_args!("{line}\n"));
     }
-    let step = step.map_or(String::new(), |step| format!(" at step {step}"));
+    let step = run.map_or(String::new(), |run| format!(" at {}", run.weights_in_words()));
     print(format_args!("{}{step}, {} tokens\n", model.display(), count(metrics.tokens)))?;
     print(format_args!("loss           {:.4}\nperplexity     {:.4}\n", metrics.loss, metrics.perplexity))?;
     match metrics.bits_per_byte {

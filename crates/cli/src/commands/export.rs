@@ -79,7 +79,7 @@ fn adapter(args: &Args, trained: &Trained) -> Result<()> {
     let base = trained.run.as_ref().and_then(|run| run.config.model.path.as_deref()).unwrap_or(&args.model);
     let files = export_adapter(&args.out, trained.rank.model(), &base.display().to_string(), |id| trained.values(id))
         .with_context(|| format!("cannot write an adapter to {}", args.out.display()))?;
-    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" (step {})", run.step));
+    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" ({})", run.weights_in_words()));
     print(format_args!("{}{step}: adapters for {} in {}\n", args.model.display(), base.display(), args.out.display()))?;
     for file in &files {
         print(format_args!("  {}\n", file.display()))?;
@@ -99,7 +99,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     // The f32 masters are exported, whatever the precision of the run.
     let runtime = Runtime { dtype: Some(DType::F32), ..Runtime::of_this_machine() };
-    let trained = open_trained(&args.model, args.checkpoint.checkpoint, &runtime, note)
+    let trained = open_trained(&args.model, args.checkpoint.selection(), &runtime, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     if args.adapter {
         return adapter(args, &trained);
@@ -121,7 +121,7 @@ pub fn run(args: &Args) -> Result<()> {
             "the run had a tokenizer.add_bos of its own, and the exported tokenizer is as it came: it {now}"
         ));
     }
-    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" (step {})", run.step));
+    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" ({})", run.weights_in_words()));
     print(format_args!(
         "{}{step}: {} of weights in {}{because}, tokenizer in {}\n",
         args.model.display(),

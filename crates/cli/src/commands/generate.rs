@@ -53,7 +53,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     sampling.check()?;
-    let trained = open_trained(&args.model, args.checkpoint.checkpoint, &args.runtime.resolve()?, note)
+    let trained = open_trained(&args.model, args.checkpoint.selection(), &args.runtime.resolve()?, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     let tokenizer = args.bos.tokenizer(&trained)?;
     // Tokens that the tokenizer adds after a text are left out, because the text continues.

@@ -50,7 +50,7 @@ use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::DeviceKind;
 use trainyard_engine::pretrained::companion;
 use trainyard_engine::session::files;
-use trainyard_engine::trained::{Runtime, Trained};
+use trainyard_engine::trained::{Runtime, Selection, Trained, Weights};
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::Isa;
 
@@ -118,7 +118,18 @@ pub struct CheckpointArgs {
     /// The checkpoint of a run: latest (the newest whole one), best (the one with the lowest
     /// validation loss), or a step.
     #[arg(long, value_name = "latest|best|STEP", default_value_t)]
-    pub checkpoint: Choice,
+    checkpoint: Choice,
+    /// Use the average of the weights that the run keeps (averaging.kind) instead of the weights.
+    #[arg(long)]
+    averaged: bool,
+}
+
+impl CheckpointArgs {
+    /// The checkpoint and the weights in it.
+    pub fn selection(&self) -> Selection {
+        let weights = if self.averaged { Weights::Averaged } else { Weights::Last };
+        Selection { checkpoint: self.checkpoint, weights }
+    }
 }
 
 /// The options for running a trained model.

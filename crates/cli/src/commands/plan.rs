@@ -475,6 +475,11 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
             "the planner of clusters counts the state and the update of AdamW, not those of {optimizer}: 8 bytes a parameter"
         ));
     }
+    if resolved.optimizer.averaging.is_some() {
+        note(
+            "the planner of clusters does not count the average of the weights: 4 more bytes a parameter, sharded like the optimizer's state",
+        );
+    }
     Ok(Asked {
         model: Architecture::from(&spec),
         own: Some(spec),

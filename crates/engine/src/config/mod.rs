@@ -24,6 +24,7 @@ mod nearest;
 mod presets;
 mod print;
 mod resolve;
+mod resolve_averaging;
 mod resolve_data;
 mod resolve_distillation;
 mod resolve_fine_tuning;
@@ -32,6 +33,7 @@ mod resolve_parallel;
 mod resolve_update;
 mod section;
 mod sections;
+mod sections_averaging;
 mod sections_chat;
 mod sections_distillation;
 mod sections_experts;
@@ -55,6 +57,7 @@ pub use resolve_parallel::Parallel;
 pub use resolve_update::Apart;
 pub use section::{Key, Section};
 pub use sections::*;
+pub use sections_averaging::*;
 pub use sections_chat::*;
 pub use sections_distillation::*;
 pub use sections_experts::*;
@@ -129,6 +132,8 @@ config! {
     optimizer: OptimizerSection,
     /// The learning rate over the steps.
     schedule: ScheduleSection,
+    /// An average of the weights over the steps.
+    averaging: AveragingSection,
     /// The number formats of the arithmetic.
     precision: PrecisionSection,
     /// Recomputation.

@@ -7,6 +7,7 @@ use super::resolve_model::ModelShape;
 use super::sections::*;
 use super::value::ConfigValue;
 use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
+use crate::averaging::Averaging;
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -156,6 +157,8 @@ pub struct OptimizerSettings {
     pub factored_decay: f64,
     pub update_clip: f64,
     pub relative_step: bool,
+    /// The average of the weights that is kept beside the state; None if there is none.
+    pub averaging: Option<Averaging>,
 }
 
 /// A complete configuration: see [`Config::resolve`].
@@ -248,6 +251,7 @@ impl Config {
         r.divisions(&parallel, batch, sequence_length, &model);
         let limits = r.limits(inputs, batch, sequence_length);
         let optimizer = r.optimizer();
+        r.averaging_extent(optimizer.averaging, limits);
         let schedule = r.schedule(optimizer.learning_rate, limits.steps);
         r.precision();
         r.activation_checkpointing(inputs);

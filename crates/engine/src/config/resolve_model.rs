@@ -505,6 +505,7 @@ impl Resolver {
             factored_decay: factored,
             update_clip,
             relative_step,
+            averaging: self.averaging(),
         }
     }
 }

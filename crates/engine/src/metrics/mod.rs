@@ -143,6 +143,9 @@ pub struct EvaluationMetrics {
     /// Bits per byte of the text, when its bytes are known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bits_per_byte: Option<f64>,
+    /// Mean loss of a token under the average of the weights, if one is kept and has taken some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub averaged_loss: Option<f64>,
     /// Tokens that were predicted.
     pub tokens: u64,
     /// Duration in seconds.
@@ -171,7 +174,13 @@ impl EvaluationMetrics {
         let loss = loss_sum / tokens as f64;
         let bits_per_byte =
             bytes.filter(|bytes| *bytes > 0).map(|bytes| loss_sum / std::f64::consts::LN_2 / bytes as f64);
-        EvaluationMetrics { step, loss, perplexity: loss.exp(), bits_per_byte, tokens, seconds, texts: Vec::new() }
+        let (perplexity, averaged_loss, texts) = (loss.exp(), None, Vec::new());
+        EvaluationMetrics { step, loss, perplexity, bits_per_byte, averaged_loss, tokens, seconds, texts }
+    }
+
+    /// With the mean loss under the average of the weights.
+    pub fn with_average(self, averaged_loss: Option<f64>) -> EvaluationMetrics {
+        EvaluationMetrics { averaged_loss, ..self }
     }
 
     /// With the losses of each text, if there are several and some of each was read.
@@ -350,6 +359,7 @@ impl Recorder {
             ("validation_metrics/perplexity".to_owned(), metrics.perplexity),
         ];
         scalars.extend(metrics.bits_per_byte.map(|bits| ("validation_metrics/bits_per_byte".to_owned(), bits)));
+        scalars.extend(metrics.averaged_loss.map(|loss| ("validation_metrics/averaged_loss".to_owned(), loss)));
         scalars.extend(metrics.texts.iter().map(|text| (format!("validation_metrics/loss/{}", text.name), text.loss)));
         self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &scalars))
     }

@@ -268,6 +268,7 @@ pub fn evaluation_line(m: &EvaluationMetrics) -> String {
         format!("perplexity {:.2}", m.perplexity),
     ];
     parts.extend(m.bits_per_byte.map(|bits| format!("{bits:.4} bits/byte")));
+    parts.extend(m.averaged_loss.map(|loss| format!("averaged weights {loss:.4}")));
     parts.push(format!("{} tokens", format_count(m.tokens as f64)));
     parts.push(duration(Duration::from_secs_f64(m.seconds.clamp(0.0, 1e9))));
     if !m.texts.is_empty() {

@@ -77,7 +77,7 @@ impl Trial {
             let range = self.model.layout(0, 1).range(index);
             self.gradients.range(0, range).unwrap().write(&floats(&gradients[name])).unwrap();
         }
-        let rates = Rates { factor: 1.0, gradient_scale: 1.0, update: number };
+        let rates = Rates { factor: 1.0, gradient_scale: 1.0, update: number, average: None };
         self.optimizer.update(0, 0, &self.parameters, &self.gradients, rates).unwrap();
     }
 }

@@ -11,6 +11,7 @@
 //! lanes use the same unit's buffers at once. Each lane has its own links to other ranks.
 
 mod apart;
+mod averages;
 mod dead_units;
 mod events;
 mod exchanges;
@@ -103,6 +104,8 @@ pub struct Core {
     pub scaler: LossScaler,
     /// Number of updates made. Skipped steps do not count.
     pub updates: u64,
+    /// Number of weights that the average of the weights has taken.
+    pub averaged: u64,
     /// The limits above which a step's loss or norm makes it skip its update; None for no limits.
     pub skip_above: Option<SpikeLimits>,
 }
@@ -186,7 +189,7 @@ impl Rank {
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
         let gradients = GradientState::new(device, &model, holding.clone(), &tiers)?;
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
-        let core = Core { scaler: settings.scaler, updates: 0, skip_above: None };
+        let core = Core { scaler: settings.scaler, updates: 0, averaged: 0, skip_above: None };
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
         let mut rank =
             Rank::assemble(device, model, parameters, gradients, (optimizer, tiers), core, links, reduce_dtype, seed);
@@ -236,7 +239,7 @@ impl Rank {
     pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
         let tiers = Tiers::default();
         let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, &tiers)?;
-        let core = Core { scaler: LossScaler::none(), updates: 0, skip_above: None };
+        let core = Core { scaler: LossScaler::none(), updates: 0, averaged: 0, skip_above: None };
         let state = (Optimizer::none(device), tiers);
         let gradients = GradientState::none(device);
         Ok(Rank::assemble(device, model, parameters, gradients, state, core, Links::default(), DType::F32, 0))

@@ -163,7 +163,7 @@ impl<'p> RunningStep<'p> {
         let carried = Carried {
             passes: Passes::default(),
             losses: vec![None; micro_batches],
-            rates: Rates { factor: 0.0, gradient_scale: 0.0, update: 1 },
+            rates: Rates { factor: 0.0, gradient_scale: 0.0, update: 1, average: None },
             reduced: 0,
         };
         RunningStep {
@@ -406,8 +406,11 @@ impl Rank {
             Some(limit) if norm > limit => limit / norm,
             _ => 1.0,
         };
+        let mut average = None;
         if updates {
             core.updates += 1;
+            average = self.optimizer.averaging().and_then(|rule| rule.share(core.updates, core.averaged));
+            core.averaged += u64::from(average.is_some());
         }
         if let Some(fp8) = &self.fp8 {
             lock(fp8).end_step(amax.filter(|_| updates))?;
@@ -416,6 +419,7 @@ impl Rank {
             factor: step.settings.rate_factor,
             gradient_scale: (clip / scale) as f32,
             update: core.updates.max(1),
+            average,
         };
         Ok(())
     }

@@ -144,6 +144,7 @@ fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
         let state = RunState {
             step: 1,
             updates: 1,
+            averaged: 0,
             skipped_in_a_row: 0,
             skipped: 0,
             samples: 1,

@@ -58,8 +58,8 @@ struct Seen {
     /// Loss and gradient norm of every step, by their bits.
     losses: Vec<[u64; 2]>,
     scales: Vec<Option<f64>>,
-    /// Step, loss (as bits) and tokens of every evaluation.
-    evaluations: Vec<(u64, u64, u64)>,
+    /// Step, loss and loss of the average of the weights (as bits) and tokens of every evaluation.
+    evaluations: Vec<(u64, u64, Option<u64>, u64)>,
     notes: Vec<String>,
     /// The largest number of threads that made batches at once.
     data_threads: usize,
@@ -90,7 +90,8 @@ impl Progress for Recording<'_> {
     }
 
     fn evaluation(&mut self, metrics: &EvaluationMetrics) {
-        self.0.evaluations.push((metrics.step, metrics.loss.to_bits(), metrics.tokens));
+        let averaged = metrics.averaged_loss.map(f64::to_bits);
+        self.0.evaluations.push((metrics.step, metrics.loss.to_bits(), averaged, metrics.tokens));
     }
 
     fn note(&mut self, text: &str) {

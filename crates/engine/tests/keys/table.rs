@@ -90,6 +90,7 @@ const LINES: &[&str] = &["data.train={F}/lines.jsonl"];
 const MUON: &[&str] = &["optimizer.name=muon"];
 const ADAFACTOR: &[&str] = &["optimizer.name=adafactor"];
 const SGD: &[&str] = &["optimizer.name=sgd"];
+const EMA: &[&str] = &["averaging.kind=ema", "evaluation.interval_steps=1", "data.validation_fraction=0.1"];
 const WSD: &[&str] = &["schedule.kind=wsd", "schedule.decay_steps=3"];
 const FP8: &[&str] = &["precision.compute=bf16", "precision.fp8=hybrid"];
 const F16: &[&str] = &["precision.compute=f16"];
@@ -262,6 +263,12 @@ pub const ROWS: &[Row] = &[
     row("optimizer.factored_decay", ADAFACTOR, &["optimizer.factored_decay=-0.5"], Losses),
     row("optimizer.update_clip", ADAFACTOR, &["optimizer.update_clip=0.01"], Losses),
     row("optimizer.relative_step", ADAFACTOR, &["optimizer.relative_step=true"], Losses),
+    row("averaging.kind", &[], &["averaging.kind=uniform"], Memory),
+    row("averaging.decay", EMA, &["averaging.decay=0.1"], Evaluations),
+    row("averaging.decay_warmup", EMA, &["averaging.decay_warmup=false"], Evaluations),
+    row("averaging.start_step", EMA, &["averaging.start_step=2"], Evaluations),
+    row("averaging.interval_steps", EMA, &["averaging.interval_steps=2"], Evaluations),
+    row("averaging.evaluate", EMA, &["averaging.evaluate=false"], Evaluations),
     row("schedule.kind", &[], &["schedule.kind=linear"], Losses),
     row("schedule.warmup_steps", &[], &["schedule.warmup_steps=2"], Losses),
     row("schedule.decay_steps", &[], &["schedule.decay_steps=2"], Losses),

@@ -280,6 +280,32 @@ simd_fn! {
     }
 }
 
+/// Moves the average of weights a `share` of the way to `weights`: `a += share (w - a)`, in
+/// `[0, 1]`. With a share of 1 the average becomes the weights, bit for bit. 12 bytes a parameter:
+/// weight and average are read, the average is written.
+///
+/// # Panics
+/// When the lengths disagree.
+pub fn average(cpu: &Cpu, share: f32, weights: &[f32], average: &mut [f32]) {
+    for_state(cpu, weights, [average], None::<&mut [f32]>, |w, [a], _| match share {
+        // Rounding w - a would lose bits of w.
+        1.0 => a.copy_from_slice(w),
+        _ => average_range(cpu.isa, share, w, a),
+    });
+}
+
+simd_fn! {
+    fn average_range(s: S, share: f32, weights: &[f32], average: &mut [f32]) {
+        let share = s.splat(share);
+        let mut i = 0;
+        while i < weights.len() {
+            let (w, a) = (load_at(s, weights, i, 0.0), load_at(s, average, i, 0.0));
+            store_at(s, s.fma(s.sub(w, a), share, a), average, i);
+            i += S::LANES;
+        }
+    }
+}
+
 /// `f32` numbers of workspace for [`adafactor_matrix`].
 pub fn adafactor_workspace(rows: usize, columns: usize) -> usize {
     (blocks(rows) + 2) * columns

@@ -135,6 +135,28 @@ pub fn sign_step(rate: f32, operands: OptimizerOperands<'_>) -> Result<()> {
     })
 }
 
+/// `average += share (weights - average)`, both f32: takes `weights` into their average over steps,
+/// of which they are a `share` in [0, 1] afterwards. A share of 1 copies the bits of the weights. On
+/// the CPU only.
+///
+/// # Errors
+/// Other dtypes, other numbers of elements, and a GPU.
+pub fn average(share: f32, weights: &Tensor, average: &mut Tensor) -> Result<()> {
+    const OP: &str = "average";
+    for tensor in [weights, &*average] {
+        if tensor.dtype() != DType::F32 {
+            return Err(TensorError::DType { op: OP, expected: "f32", got: tensor.dtype() });
+        }
+    }
+    let elements = weights.elements();
+    ensure_shape!(average.elements() == elements, OP, "{average:?} of {weights:?}");
+    let cost = Cost::new(3 * elements, weights.bytes() + 2 * average.bytes()).on(DType::F32, [elements]);
+    weights.device().launch(OP, cost, |cpu| {
+        kernels::average(cpu, share, weights.get::<f32>(), average.get_mut::<f32>());
+        Ok(())
+    })
+}
+
 /// One Adafactor step of a matrix [rows, columns], with its factored second moment: `row_moment`
 /// [rows], `column_moment` [columns].
 pub fn adafactor_matrix(

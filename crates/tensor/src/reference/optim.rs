@@ -39,6 +39,13 @@ pub fn lion(h: Lion, p: &mut [f64], g: &[f64], m: &mut [f64]) {
     }
 }
 
+/// Moves the average `a` of weights a `share` of the way to `w`.
+pub fn average(share: f32, w: &[f64], a: &mut [f64]) {
+    for i in 0..w.len() {
+        a[i] = (1.0 - f64::from(share)) * a[i] + f64::from(share) * w[i];
+    }
+}
+
 fn mean_square(x: &[f64]) -> f64 {
     x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64
 }

@@ -10,6 +10,7 @@ use crate::cpu::optim::*;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{Element, bf16};
 use crate::reference::optim as oracle;
+use std::cell::RefCell;
 
 const SLACK: f64 = 200.0 * ULP;
 const SCALE: f32 = 0.25;
@@ -113,6 +114,47 @@ dtypes! {
                 },
             );
         }
+    }
+}
+
+#[test]
+fn average_steps() {
+    // A step rounds twice numbers below 2, and the average of bounded weights stays bounded.
+    let slack = 4.0 * ULP;
+    for len in LENGTHS {
+        let start = values::<f32>(1, len);
+        let shares = [1.0f32, 0.9, 0.5, 0.001, 1.0 / 6.0, 0.0];
+        let of_all = RefCell::new(Vec::new());
+        on_every_cpu(
+            |cpu| {
+                let mut a = start.clone();
+                for (step, share) in shares.iter().enumerate() {
+                    average(cpu, *share, &gradient(step as u64, len), &mut a);
+                }
+                a
+            },
+            |isa, a| {
+                let mut want = wide(&start);
+                for (step, share) in shares.iter().enumerate() {
+                    oracle::average(*share, &wide(&gradient(step as u64, len)), &mut want);
+                }
+                close(isa, "average", a, &want, shares.len() as f64 * slack);
+                // The portable form rounds the product of its multiply-add.
+                of_all.borrow_mut().extend((isa > Isa::Portable).then(|| a.clone()));
+            },
+        );
+        let of_all = of_all.into_inner();
+        assert!(of_all.windows(2).all(|pair| pair[0] == pair[1]), "instruction sets give other bits");
+        // A share of 1 forgets what was there, and an average of equal weights does not move.
+        on_every_cpu(
+            |cpu| {
+                let mut a = vec![f32::MAX; len];
+                average(cpu, 1.0, &start, &mut a);
+                average(cpu, 0.3, &start, &mut a);
+                a
+            },
+            |isa, a| assert!(a.iter().zip(&start).all(|(a, w)| a.to_bits() == w.to_bits()), "{isa}: not the weights"),
+        );
     }
 }
 
