@@ -273,6 +273,28 @@ impl Communicator {
         self.core.all_to_all(input, output)
     }
 
+    /// As [`Communicator::all_to_all`] with parts of any length: the next `sends[j]` elements of
+    /// rank `i`'s input become the next `receives[i]` elements of rank `j`'s output. A rank knows
+    /// what it receives; where it does not, [`Communicator::all_to_all`] of the counts tells it.
+    ///
+    /// Parts travel as messages between pairs of ranks, in `size - 1` rounds: in round `i` a rank
+    /// sends to the rank `i` after it and receives from the rank `i` before it. Nothing is sent for
+    /// an empty part.
+    ///
+    /// # Errors
+    /// Counts of which there is not one for each rank, or whose sums are not the lengths of the
+    /// buffers; a part of another length than its receiver expects.
+    pub fn all_to_all_uneven<T: Scalar>(
+        &self,
+        input: &[T],
+        sends: &[usize],
+        output: &mut [T],
+        receives: &[usize],
+    ) -> Result<()> {
+        self.idle();
+        self.core.all_to_all_uneven(input, sends, output, receives)
+    }
+
     /// Sends to one rank, which calls [`Communicator::recv`] with the same length. May wait until
     /// it does. Messages from one rank to another arrive in the order sent.
     pub fn send<T: Scalar>(&self, data: &[T], to: usize) -> Result<()> {
@@ -572,6 +594,49 @@ impl Core {
         let signature = Signature { operation, dtype: Dtype::of::<T>(), elements, root: 0 };
         // SAFETY: both slices are ours for the call, and of one length.
         unsafe { self.call(signature, input.as_ptr().cast(), output.as_mut_ptr().cast()) }
+    }
+
+    fn all_to_all_uneven<T: Scalar>(
+        &self,
+        input: &[T],
+        sends: &[usize],
+        output: &mut [T],
+        receives: &[usize],
+    ) -> Result<()> {
+        let (rank, size) = (self.rank(), self.size());
+        let places = |what: &str, counts: &[usize], elements: usize| -> Result<Vec<Range<usize>>> {
+            let mut end = 0usize;
+            let mut next = |count: &usize| {
+                let start = end;
+                end = end.saturating_add(*count);
+                start..end
+            };
+            let places: Vec<Range<usize>> = counts.iter().map(&mut next).collect();
+            if counts.len() == size && end == elements {
+                return Ok(places);
+            }
+            let what = format!(
+                "the {what} buffer has {elements} elements, and the counts of its parts are {counts:?}: give one for \
+                 each of the {size} ranks, {elements} in all"
+            );
+            self.argument(Operation::AllToAll, what)
+        };
+        let (from, to) = (places("input", sends, input.len())?, places("output", receives, output.len())?);
+        if from[rank].len() != to[rank].len() {
+            let [sent, received] = [from[rank].len(), to[rank].len()];
+            let what = format!("rank {rank} sends {sent} elements to itself and expects {received}");
+            return self.argument(Operation::AllToAll, what);
+        }
+        output[to[rank].clone()].copy_from_slice(&input[from[rank].clone()]);
+        for round in 1..size {
+            let (next, before) = ((rank + round) % size, (rank + size - round) % size);
+            let send = Some((next, &input[from[next].clone()])).filter(|(_, part)| !part.is_empty());
+            let receive = Some((before, &mut output[to[before].clone()])).filter(|(_, part)| !part.is_empty());
+            if send.is_some() || receive.is_some() {
+                self.exchange(send, receive)?;
+            }
+        }
+        Ok(())
     }
 
     fn barrier(&self) -> Result<()> {

@@ -137,13 +137,29 @@ fn messages_have_deadlines_and_lengths_too() {
 #[test]
 fn bad_arguments_are_errors_for_everybody() {
     type Body = fn(&Communicator) -> Result<(), CommError>;
-    let cases: [(Body, &str); 6] = [
+    let cases: [(Body, &str); 9] = [
         (|comm| comm.reduce_scatter_in_place(&mut [0f32; 4]), "4 elements cannot be shared by 3 ranks"),
         (|comm| comm.reduce_scatter(&[0f32; 7], &mut [0f32; 2]), "the longer buffer has 7 elements"),
         (|comm| comm.all_gather(&[0f32; 2], &mut [0f32; 5]), "the longer buffer has 5 elements"),
         (|comm| comm.broadcast(&mut [0f32; 2], 3), "rank 3 does not exist: the group has ranks 0 to 2"),
         (|comm| comm.send(&[0f32; 2], comm.rank()), "cannot send to or from itself alone"),
         (|comm| comm.all_to_all(&[0f32; 3], &mut [0f32; 6]), "the longer buffer has 6 elements"),
+        (
+            |comm| comm.all_to_all_uneven(&[0f32; 3], &[2, 1], &mut [0f32; 3], &[1, 1, 1]),
+            "the input buffer has 3 elements, and the counts of its parts are [2, 1]: give one for each of the 3 ranks",
+        ),
+        (
+            |comm| comm.all_to_all_uneven(&[0f32; 3], &[1; 3], &mut [0f32; 4], &[1; 3]),
+            "the output buffer has 4 elements, and the counts of its parts are [1, 1, 1]",
+        ),
+        (
+            |comm| {
+                let (mut sends, mut receives) = ([1; 3], [1; 3]);
+                (sends[comm.rank()], receives[comm.rank()]) = (2, 3);
+                comm.all_to_all_uneven(&[0f32; 4], &sends, &mut [0f32; 5], &receives)
+            },
+            "sends 2 elements to itself and expects 3",
+        ),
     ];
     for (body, what) in cases {
         // Rank 2 does it right and waits; the others' mistake reaches it.
@@ -192,8 +208,51 @@ fn corruption_is_noticed_and_named() {
 /// everybody who lives ends with the same report or with right results.
 #[test]
 fn a_hundred_seeded_faults_are_named_correctly() {
-    const RANKS: usize = 3;
-    for seed in 0..trainyard_testing::cases("seeded faults", 30, 100) {
+    seeded_faults("seeded faults", |lane, long| {
+        let mut sum = vec![1f32; if long { 30_000 } else { 100 }];
+        lane.all_reduce(&mut sum)?;
+        assert!(sum.iter().all(|&value| value == RANKS as f32));
+        lane.all_gather_in_place(&mut sum[..99])?;
+        lane.barrier()
+    });
+}
+
+/// Every part has elements, so each of the two rounds is one operation.
+#[test]
+fn seeded_faults_among_parts_of_any_length_are_named_correctly() {
+    seeded_faults("seeded faults of uneven parts", |lane, long| {
+        let counts = |of: usize| (0..RANKS).map(|other| if long { 9000 } else { 3 } + of + other).collect::<Vec<_>>();
+        let sends = counts(lane.rank());
+        let elements: usize = sends.iter().sum();
+        let mut arrived = vec![0f32; elements];
+        lane.all_to_all_uneven(&vec![lane.rank() as f32; elements], &sends, &mut arrived, &sends)?;
+        let expected = (0..RANKS).flat_map(|from| vec![from as f32; sends[from]]);
+        assert!(arrived.into_iter().eq(expected));
+        lane.barrier()
+    });
+}
+
+/// Parts of other lengths than their receivers expect are a mismatch for everybody.
+#[test]
+fn uneven_parts_of_wrong_lengths_are_a_mismatch() {
+    let errors = outcomes(3, |comm| {
+        let receives = if comm.rank() == 1 { [4, 4, 5] } else { [4, 4, 4] };
+        let mut arrived = vec![0f32; receives.iter().sum()];
+        comm.all_to_all_uneven(&[0f32; 12], &[4; 3], &mut arrived, &receives).and_then(|()| comm.barrier())
+    });
+    for error in errors {
+        let error = error.unwrap().unwrap_err();
+        assert!(matches!(error.kind, ErrorKind::Mismatch { .. }), "{error}");
+        assert!(error.to_string().contains("receive of 20") && error.to_string().contains("send of 16"), "{error}");
+    }
+}
+
+const RANKS: usize = 3;
+
+/// Lets three ranks run `operations`, three of them, four times under each of some seeded faults.
+/// The last operation is a barrier.
+fn seeded_faults(what: &str, operations: impl Fn(&Communicator, bool) -> Result<(), CommError> + Sync) {
+    for seed in 0..trainyard_testing::cases(what, 30, 100) {
         let fault = Fault::seeded(seed, RANKS as u32, "lane", 12);
         let plan = Arc::new(FaultPlan::new([fault.clone()]));
         let outcome = outcomes(RANKS, |comm| {
@@ -203,11 +262,7 @@ fn a_hundred_seeded_faults_are_named_correctly() {
             let lane = comm.duplicate("lane")?;
             for step in 0..4 {
                 lane.post(Position { step, instruction: 5, what: "Reduce head".into() });
-                let mut sum = vec![1f32; if seed % 2 == 0 { 100 } else { 30_000 }];
-                lane.all_reduce(&mut sum)?;
-                assert!(sum.iter().all(|&value| value == RANKS as f32));
-                lane.all_gather_in_place(&mut sum[..99])?;
-                lane.barrier()?;
+                operations(&lane, seed % 2 == 1)?;
                 comm.barrier()?;
             }
             Ok(())

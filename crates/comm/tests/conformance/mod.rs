@@ -27,11 +27,12 @@ pub enum Kind {
     Broadcast,
     Gather,
     AllToAll,
+    AllToAllUneven,
     Ring,
     Barrier,
 }
 
-pub const KINDS: [Kind; 11] = [
+pub const KINDS: [Kind; 12] = [
     Kind::AllReduce,
     Kind::ReduceScatter,
     Kind::ReduceScatterSums,
@@ -41,6 +42,7 @@ pub const KINDS: [Kind; 11] = [
     Kind::Broadcast,
     Kind::Gather,
     Kind::AllToAll,
+    Kind::AllToAllUneven,
     Kind::Ring,
     Kind::Barrier,
 ];
@@ -174,6 +176,23 @@ pub fn check_as<T: Drawn>(comm: &Communicator, case: &Case) {
             comm.all_to_all(&mine(n * size), &mut whole).unwrap();
             let expected = (0..size).flat_map(|r| data::<T>(seed, r, n * size)[own.clone()].to_vec());
             same(case, rank, &whole, &expected.collect::<Vec<T>>());
+        }
+        Kind::AllToAllUneven => {
+            // About a third of the parts are empty, and some ranks send or receive nothing at all.
+            let count = |from: usize, to: usize| match mix(seed ^ (from * size + to) as u64) {
+                draw if draw % 3 == 0 || from == root && seed % 2 == 0 || to == root && seed % 5 == 0 => 0,
+                draw => draw as usize % (n + 1),
+            };
+            let sends = |from: usize| (0..size).map(|to| count(from, to)).collect::<Vec<_>>();
+            let receives: Vec<usize> = (0..size).map(|from| count(from, rank)).collect();
+            let sent = |from: usize| data::<T>(seed, from, sends(from).iter().sum());
+            let mut arrived = vec![T::default(); receives.iter().sum()];
+            comm.all_to_all_uneven(&sent(rank), &sends(rank), &mut arrived, &receives).unwrap();
+            let part = |from: usize| {
+                let start: usize = sends(from)[..rank].iter().sum();
+                sent(from)[start..start + count(from, rank)].to_vec()
+            };
+            same(case, rank, &arrived, &(0..size).flat_map(part).collect::<Vec<T>>());
         }
         Kind::Ring => {
             // A shift by `root`; a shift by nothing sends to itself.
