@@ -89,8 +89,6 @@ fn prepared_conversations_are_those_of_a_run() {
         "--set",
         "data.validation_fraction=auto",
         "--set",
-        "data.sampling=best_fit",
-        "--set",
         "training.seed=0",
         "--set",
         "run.name=prepared",
@@ -105,6 +103,17 @@ fn prepared_conversations_are_those_of_a_run() {
     fs::remove_file(folder.join("data/talks.train.mask")).unwrap();
     let refused = folder.run(&[&["train", "chat.toml", "--quiet", "--set", "run.name=x"], &tokens[..10]].concat());
     assert!(refused.code == Some(1) && refused.stderr.contains("has no .mask file"), "{}", refused.stderr);
+    // So would a validation text without its own.
+    folder.run(&[&prepare[..], &more, &["--again"]].concat()).ok();
+    fs::remove_file(folder.join("data/talks.validation.mask")).unwrap();
+    let judged = folder.run(&["eval", "runs/prepared", "--data", "data/talks", "--json"]);
+    assert!(judged.code == Some(1) && judged.stderr.contains("has no .mask file"), "{}", judged.stderr);
+    // Equal conversations cannot be divided.
+    let one = fs::read_to_string(folder.join("talks.jsonl")).unwrap().lines().next().unwrap().to_owned() + "\n";
+    folder.write("equal.jsonl", one.repeat(20));
+    let equal =
+        folder.run(&[&prepare[..], &["--validation-fraction", "0.1", "--out", "data/e", "equal.jsonl"]].concat());
+    assert!(equal.code == Some(1) && equal.stderr.contains("all conversations went to validation"), "{}", equal.stderr);
     // Text under the same name leaves no mask behind.
     let text = ["data", "prepare", "--tokenizer", "bytes", "--out", "data/talks", "text.txt"];
     folder.run(&text).ok();

@@ -52,6 +52,19 @@ fn a_student_learns_from_a_run_and_its_memory_is_predicted() {
     let peak = |plan: &Value, of: &str| plan[of]["mem_peak"]["params"].as_u64();
     assert!(peak(&taught, "predicted") > peak(&plain, "predicted"), "{taught}");
     assert_eq!(taught["predicted"]["mem_peak_bytes"], taught["measured"]["mem_peak_bytes"]);
+    // A teacher in bf16 takes two bytes a parameter: it has no f32 masters.
+    let bf16 = ["--set", "precision.compute=bf16"];
+    let ran = distill(&folder, "bf16", &bf16).ok();
+    let alone = ["train", "tiny.toml", "--quiet", "--set", "run.name=alone-bf16"];
+    folder.run(&[&alone[..], &STUDENT, &bf16].concat()).ok();
+    let line = ran.stderr.lines().find(|line| line.starts_with("teacher: ")).unwrap();
+    let parameters: u64 = line.split_whitespace().rev().nth(1).unwrap().parse().unwrap();
+    let [with, without] = ["bf16", "alone-bf16"]
+        .map(|name| peak(&json(&folder, &format!("runs/{name}/plan.json")), "predicted").unwrap());
+    assert!(
+        (2 * parameters..2 * parameters + parameters / 4).contains(&(with - without)),
+        "{parameters}: {with} {without}"
+    );
     // The student's checkpoints and exports are its own alone.
     folder.run(&["export", "runs/student", "--out", "hf"]).ok();
     assert_eq!(json(&folder, "hf/config.json")["num_hidden_layers"], 1);
@@ -157,7 +170,7 @@ fn a_teacher_that_cannot_teach_is_refused_before_the_run() {
         refused(distill(&folder, "wrong", &["--set", set]), &[says]);
     }
     let js = ["--set", "distillation.divergence=jensen_shannon", "--set", "distillation.beta=1"];
-    refused(distill(&folder, "wrong", &js), &["above 0 and below 1"]);
+    refused(distill(&folder, "wrong", &js), &["from 0.000001 to 0.999999"]);
     // Nothing is left behind.
     let entries = fs::read_dir(folder.join("runs")).unwrap().map(|entry| entry.unwrap().file_name());
     let mut left: Vec<_> = entries.collect();

@@ -188,8 +188,8 @@ impl ChatTemplate {
             };
             if !(after.starts_with(&before) && text.starts_with(&after)) {
                 return Err(format!(
-                    "message {} is written in another way where it is asked for, or once others follow it, so it is not \
-                     known which part of the text it is",
+                    "message {} is rendered differently by the chat template with the generation prompt before it, or once \
+                     others follow: learn the last answer alone (loss_on), or give a template with {{% generation %}}",
                     at + 1
                 ));
             }
@@ -326,9 +326,11 @@ fn unmarked(text: &str) -> Result<(String, Vec<Range<usize>>), String> {
 /// given.
 fn to_json(value: &Jinja, options: minijinja::value::Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Those that say what is so anyway.
-    for known in ["ensure_ascii", "separators", "sort_keys"] {
-        let _: Option<Jinja> = options.get(known)?;
+    // Those that change what is written are refused.
+    for key in ["ensure_ascii", "sort_keys"] {
+        if options.get::<Option<bool>>(key)? == Some(true) {
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, format!("tojson has no {key} here")));
+        }
     }
     options.assert_all_used()?;
     let value = serde_json::to_value(value)

@@ -124,7 +124,9 @@ pub fn text_bytes(tokens: &IndexedTokens, tokenizer: &Tokenizer) -> Result<u64> 
         tokens.read_into(tokens.document(document), vocab_size, &mut ids)?;
         let is_text =
             |t: &u32| Some(*t) != tokenizer.eos() && !tokenizer.before().contains(t) && !tokenizer.after().contains(t);
-        let kept: Vec<u32> = ids.iter().map(|&t| t as u32).filter(is_text).collect();
+        let places = tokens.document(document);
+        let learned = ids.iter().zip(places).filter(|(_, place)| tokens.is_target(*place));
+        let kept: Vec<u32> = learned.map(|(&t, _)| t as u32).filter(is_text).collect();
         bytes += tokenizer.decode(&kept).len() as u64;
     }
     Ok(bytes)

@@ -17,8 +17,8 @@ use trainyard_data::corpus::expand;
 use trainyard_data::indexed::{bin_path, is_llm_c};
 use trainyard_data::prepare::{VALIDATION_FRACTION, train_prefix, validation_prefix};
 use trainyard_data::{
-    ChatOptions, Corpus, CorpusOptions, Dataset, DatasetSpec, FillInTheMiddle, IndexedTokens, LengthCurriculum, LossOn,
-    PrepareOptions, Sampling, Sidecar, Source, Tokenizer, Transforms, prepare, rows_in_epoch,
+    ChatOptions, ChatTemplate, Corpus, CorpusOptions, Dataset, DatasetSpec, FillInTheMiddle, IndexedTokens,
+    LengthCurriculum, LossOn, PrepareOptions, Sampling, Sidecar, Source, Tokenizer, Transforms, prepare, rows_in_epoch,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -187,7 +187,9 @@ impl Corpora {
             vec![texts.iter().map(|(path, _)| path.clone()).collect()]
         };
         let whole = data.format == DataFormat::Chat;
-        if whole && groups.is_empty() && data.validation.is_none() {
+        let is_text = |source: &ConfigSource| token_source(&source.path).is_none();
+        let validates_text = data.validation.iter().any(|sources| sources.0.iter().any(is_text));
+        if whole && groups.is_empty() && !validates_text {
             return Err(does_not_fit(
                 "data.format = \"chat\" has no effect on token files: make them of conversations by `trainyard data prepare \
                  --chat`, and leave data.format at \"text\"",
@@ -198,7 +200,7 @@ impl Corpora {
         let add_bos = config.tokenizer.add_bos;
         let tokenizer = find_tokenizer(config, &cache, &opened, &sources, &mut note)?.with_bos(add_bos)?;
         let (tokenizer, chat) = match whole {
-            true => conversations(data, tokenizer)?,
+            true => conversations(data, tokenizer, &mut note)?,
             false => (tokenizer, None),
         };
         if let Some(words) = tokenizer.around_in_words() {
@@ -372,10 +374,14 @@ fn file_error(what: &'static str, path: &Path, source: std::io::Error) -> Engine
 }
 
 /// The name of a chat template that needs no file.
-pub const CHATML: &str = "chatml";
+pub const CHATML_NAME: &str = "chatml";
 
 /// The way from conversations to text, and the tokenizer with the chat template that is used.
-fn conversations(data: &DataSection, tokenizer: Tokenizer) -> Result<(Tokenizer, Option<ChatOptions>)> {
+fn conversations(
+    data: &DataSection,
+    tokenizer: Tokenizer,
+    note: &mut impl FnMut(&str),
+) -> Result<(Tokenizer, Option<ChatOptions>)> {
     let loss_on = match data.loss_on {
         None | Some(LossOnPart::Answers) => LossOn::Answers,
         Some(LossOnPart::LastAnswer) => LossOn::LastAnswer,
@@ -389,6 +395,14 @@ fn conversations(data: &DataSection, tokenizer: Tokenizer) -> Result<(Tokenizer,
         Some(template) => tokenizer.with_chat_template(template),
         None => tokenizer,
     };
+    if let Some(source) = &template
+        && ChatTemplate::new(source, &tokenizer)?.end(&tokenizer).is_none()
+    {
+        note(
+            "the chat template ends an answer by text that is no special token of the tokenizer: `generate --chat` cannot \
+             stop there",
+        );
+    }
     Ok((tokenizer, Some(ChatOptions { template, loss_on })))
 }
 
@@ -397,7 +411,7 @@ fn conversations(data: &DataSection, tokenizer: Tokenizer) -> Result<(Tokenizer,
 /// # Errors
 /// The file cannot be read.
 pub fn chat_template(name: &Path) -> Result<String> {
-    if name.as_os_str() == CHATML {
+    if name.as_os_str() == CHATML_NAME {
         return Ok(trainyard_data::chat::CHATML.to_owned());
     }
     std::fs::read_to_string(name).map_err(|source| file_error("cannot read", name, source))
@@ -408,6 +422,9 @@ pub fn open_text(paths: &[PathBuf], text_field: &str, whole: bool) -> Result<Cor
     if let [path] = paths
         && path.as_os_str() == RUST_SOURCES
     {
+        if whole {
+            return Err(does_not_fit("data.format = \"chat\" reads JSONL, and rust-sources has no conversations"));
+        }
         return trainyard_data::corpus::rust_sources(RUST_SOURCES_BYTES).ok_or(EngineError::NoRustSources);
     }
     let options = CorpusOptions { field: text_field.to_owned(), whole_records: whole, ..CorpusOptions::default() };

@@ -7,13 +7,15 @@ use crate::config::{DistillationSection, DivergenceKind, Resolved};
 use crate::corpora::same_words;
 use crate::rank::Rank;
 use crate::shape::compute_dtype;
-use crate::state::does_not_fit;
-use crate::trained::{open_model, open_trained_on};
+use crate::state::{ParameterState, does_not_fit};
+use crate::trained::{open_model, open_tokenizer, open_trained_on};
 use std::path::Path;
 use std::sync::Arc;
+use trainyard_autograd::{Parameters, Store};
 use trainyard_data::Tokenizer;
 use trainyard_model::{Model, Teacher};
 use trainyard_tensor::ops::{Distillation, Divergence};
+use trainyard_tensor::{Device, Purpose};
 
 /// `model` as the student of the teacher that the configuration names; itself if it names none.
 /// Weights are not read.
@@ -23,7 +25,7 @@ use trainyard_tensor::ops::{Distillation, Divergence};
 pub(crate) fn taught(model: Model, resolved: &Resolved) -> Result<Model> {
     let Some(folder) = &resolved.config.distillation.teacher else { return Ok(model) };
     let named = |problem: String| does_not_fit(format!("distillation.teacher = {}: {problem}", folder.display()));
-    let (teacher, _) = open_model(folder, |_| ()).map_err(|error| named(error.to_string()))?;
+    let teacher = open_model(folder).map_err(|error| named(error.to_string()))?;
     let spec = teacher.spec().expect("a trained model is of a built-in family");
     let (positions, length) = (spec.max_positions, resolved.sequence_length);
     if positions < length {
@@ -62,7 +64,8 @@ fn settings(section: &DistillationSection) -> Distillation {
 /// # Errors
 /// Another tokenizer.
 pub(crate) fn check_tokenizer(folder: &Path, own: &Tokenizer) -> Result<()> {
-    let (_, other) = open_model(folder, |_| ())?;
+    let other = open_tokenizer(folder)
+        .map_err(|error| does_not_fit(format!("distillation.teacher = {}: {error}", folder.display())))?;
     // Files of one tokenizer may differ in their layout.
     let alike = own.vocab_size() == other.vocab_size() && same_words(own, &other);
     if own.fingerprint() != other.fingerprint() && !alike {
@@ -75,6 +78,20 @@ pub(crate) fn check_tokenizer(folder: &Path, own: &Tokenizer) -> Result<()> {
     Ok(())
 }
 
+/// Copies the weights of a teacher to `device`, in the dtype of its forward. The f32 masters of
+/// `held` stay behind.
+fn copied(teacher: &Teacher, device: &Device, held: &ParameterState) -> Result<Store> {
+    let mut store = Store::new();
+    for (id, _) in teacher.model().parameters() {
+        let from = held.parameter(id)?.value;
+        let mut to = device.empty(*from.shape(), teacher.dtype(), Purpose::Params)?;
+        from.with_bytes(|from| to.overwrite_bytes(|to| to.copy_from_slice(from)))??;
+        store.insert(id, to);
+    }
+    teacher.model().adapters().iter().for_each(|(id, adapter)| store.adapt(*id, adapter.clone()));
+    Ok(store)
+}
+
 /// Loads the weights of the teacher of `rank`, if this rank computes the loss.
 ///
 /// # Errors
@@ -84,12 +101,13 @@ pub(crate) fn load(rank: &Rank, folder: &Path, note: &mut impl FnMut(&str)) -> R
     let Some(teacher) = model.teacher().filter(|_| rank.parameters.holding().runs(model.units().len() - 1)) else {
         return Ok(());
     };
-    let trained = open_trained_on(rank.device(), folder, Choice::Latest, Some(teacher.dtype()), &mut *note)?;
+    // Its masters lie on a device of their own, for as long as it is loaded.
+    let trained = open_trained_on(&rank.device().beside(), folder, Choice::Latest, Some(teacher.dtype()), &mut *note)?;
     let what = match &trained.run {
         Some(run) => format!("the run {} at step {}", folder.display(), run.step),
         None => folder.display().to_string(),
     };
     note(&format!("teacher: {what}, {} parameters", teacher.model().parameter_count()));
-    teacher.seat(Box::new(trained.rank.parameters));
+    teacher.seat(Box::new(copied(teacher, rank.device(), &trained.rank.parameters)?));
     Ok(())
 }

@@ -208,18 +208,27 @@ pub(crate) fn find_checkpoint(folder: &Path, choice: Choice, note: &mut impl FnM
     Ok(found)
 }
 
-/// The model, without weights, and the tokenizer of what [`open_trained`] opens.
+/// The model, without weights, of what [`open_trained`] opens.
 ///
 /// # Errors
 /// As [`open_trained`], less those of weights and checkpoints.
-pub(crate) fn open_model(folder: &Path, note: impl FnMut(&str)) -> Result<(Model, Tokenizer)> {
-    if !folder.join(files::MODEL).is_file() {
-        let (spec, tokenizer) = open_description(folder, note)?;
-        return Ok((Model::new(spec)?, tokenizer));
+pub(crate) fn open_model(folder: &Path) -> Result<Model> {
+    if folder.join(files::MODEL).is_file() {
+        let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
+        return Ok(Model::new(read_spec(folder)?)?.tuned(&tuning(&config))?);
     }
-    let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
-    let tokenizer = Tokenizer::load(&folder.join(files::TOKENIZER))?;
-    Ok((Model::new(read_spec(folder)?)?.tuned(&tuning(&config))?, tokenizer))
+    Ok(Model::new(read_description(folder, |_| ())?)?)
+}
+
+/// The tokenizer of what [`open_trained`] opens.
+///
+/// # Errors
+/// There is none, or it is damaged.
+pub(crate) fn open_tokenizer(folder: &Path) -> Result<Tokenizer> {
+    match folder.join(files::MODEL).is_file() {
+        true => Ok(Tokenizer::load(&folder.join(files::TOKENIZER))?),
+        false => pretrained::tokenizer(folder),
+    }
 }
 
 fn open_hugging_face(
@@ -241,7 +250,11 @@ fn open_hugging_face(
 ///
 /// # Errors
 /// `folder` is neither, its configuration is not supported, or it has no tokenizer.
-pub fn open_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<(ModelSpec, Tokenizer)> {
+pub fn open_description(folder: &Path, note: impl FnMut(&str)) -> Result<(ModelSpec, Tokenizer)> {
+    Ok((read_description(folder, note)?, pretrained::tokenizer(folder)?))
+}
+
+fn read_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<ModelSpec> {
     let unreadable = |error: std::io::Error| {
         let absent = if folder.exists() { String::new() } else { place_of(folder, &error) };
         let hub = folder.to_str().filter(|_| !folder.exists()).and_then(|name| hub_model(name, "DIR"));
@@ -258,7 +271,7 @@ pub fn open_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<(Mo
     };
     let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
     notes.iter().for_each(|line| note(line));
-    Ok((spec, pretrained::tokenizer(folder)?))
+    Ok(spec)
 }
 
 /// Sets all parameters to those that the run of `config` began with. Its checkpoints do not have

@@ -59,7 +59,7 @@ impl Teacher {
     fn teach(&self, device: &Device, batch: &Batch) -> Result<Taught> {
         match self.weights.get() {
             Some(weights) => self.teach_by(device, weights.as_ref(), batch),
-            None if device.is_meta() => self.teach_by(device, &self.nothing(device)?, batch),
+            None if device.is_meta() => self.teach_by(device, &self.zeros(device)?, batch),
             None => Err(failure("its weights were not loaded")),
         }
     }
@@ -71,8 +71,11 @@ impl Teacher {
         Ok(Taught { x, w, distillation: self.distillation })
     }
 
-    /// Weights of the right shapes on meta, for prices.
-    fn nothing(&self, device: &Device) -> Result<Store> {
+    /// Weights that are all zero, in the dtype of its forward.
+    ///
+    /// # Errors
+    /// No memory for them.
+    pub fn zeros(&self, device: &Device) -> Result<Store> {
         let mut store = Store::new();
         for (id, parameter) in self.model.parameters() {
             store.insert(id, device.zeros(&parameter.shape, self.dtype, Purpose::Params)?);

@@ -2,7 +2,7 @@
 
 use super::{clean, feed, inspect};
 use crate::output::{count, note, print};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
 use trainyard_data::{ChatOptions, LossOn, PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare};
@@ -104,6 +104,9 @@ pub fn run(command: &Command) -> Result<()> {
 }
 
 fn prepare_text(args: &PrepareArgs) -> Result<()> {
+    if args.chat && args.tokenizer == "characters" {
+        bail!("--chat: no tokenizer is made of conversations: give that of the model, or `bytes`");
+    }
     let corpus = match args.chat {
         true => args.text.open_records()?,
         false => args.text.open(args.document_separator.as_deref())?,

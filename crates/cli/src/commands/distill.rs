@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
+use trainyard_engine::session::files;
 
 /// Train a student to give a teacher's distribution of the next token: `train` with a teacher,
 /// which --teacher or distillation.teacher names.
@@ -28,8 +29,9 @@ pub fn run(args: Args, process_start: Instant) -> Result<ExitCode> {
         train.sets.push(format!("distillation.teacher={}", toml::Value::from(path)));
     }
     // A run that goes on has its teacher in its own configuration.
-    let begins = train.resume.is_none() && train.restart.is_none();
-    if begins && load(train.config.as_deref(), &train.sets)?.distillation.teacher.is_none() {
+    let own = train.resume.as_ref().or(train.restart.as_ref()).map(|run| run.join(files::CONFIG));
+    let config = own.or(train.config.clone());
+    if load(config.as_deref(), &train.sets)?.distillation.teacher.is_none() {
         bail!("no teacher: give --teacher MODEL, or set distillation.teacher in the configuration");
     }
     train::run(&train, process_start)

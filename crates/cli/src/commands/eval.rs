@@ -1,5 +1,6 @@
 //! `trainyard eval`: the loss of a trained model, or of several together, on text.
 
+use super::data::LossPart;
 use super::texts::{Form, LENGTH_MAX, Scratch, open};
 use super::{BosArgs, CheckpointArgs, RuntimeArgs};
 use crate::output::{count, note, print};
@@ -45,6 +46,9 @@ pub struct Args {
     /// template is that of the tokenizer.
     #[arg(long)]
     chat: bool,
+    /// With --chat: the part of a conversation whose loss counts.
+    #[arg(long, value_enum, value_name = "PART", default_value_t = LossPart::Answers, requires = "chat")]
+    loss_on: LossPart,
     /// Print one JSON line.
     #[arg(long)]
     json: bool,
@@ -74,7 +78,11 @@ impl From<Ensemble> for Combination {
 
 impl Args {
     fn form(&self) -> Form {
-        if self.chat { Form::Chat } else { Form::Text { field: self.text_field.clone() } }
+        if self.chat {
+            Form::Chat { loss_on: self.loss_on.into() }
+        } else {
+            Form::Text { field: self.text_field.clone() }
+        }
     }
 }
 

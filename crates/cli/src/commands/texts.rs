@@ -20,8 +20,11 @@ pub enum Form {
         /// The field.
         field: String,
     },
-    /// Conversations, whose answers count.
-    Chat,
+    /// Conversations.
+    Chat {
+        /// The part of them that counts.
+        loss_on: LossOn,
+    },
 }
 
 /// Opens the texts as token files. Those that are not are tokenized into `scratch`.
@@ -46,7 +49,9 @@ pub fn open(paths: &[PathBuf], form: &Form, tokenizer: &Tokenizer, scratch: &Pat
         }
         let (field, chat) = match form {
             Form::Text { field } => (field.as_str(), None),
-            Form::Chat => ("", Some(ChatOptions { template: tokenizer.chat_template(), loss_on: LossOn::Answers })),
+            Form::Chat { loss_on } => {
+                ("", Some(ChatOptions { template: tokenizer.chat_template(), loss_on: *loss_on }))
+            }
         };
         let corpus = open_text(std::slice::from_ref(path), field, chat.is_some())?;
         let out = scratch.join(format!("text-{number}"));

@@ -97,7 +97,7 @@ fn records_that_are_no_conversations_are_refused() {
         (CHATML, r#"{"prompt": "a", "completion": ""}"#, "an empty completion"),
         (CHATML, r#"{"prompt": "a", "completion": []}"#, "not both texts"),
         (CHATML, "{\"messages\": \"\u{10fff0}\"}", "U+10FFF0"),
-        (changing, TALK, "message 2 is written in another way"),
+        (changing, TALK, "message 2 is rendered differently"),
         ("{{ raise_exception('no') }}", TALK, "the chat template refuses it: line 1: no"),
     ] {
         let error = learned(template, LossOn::Answers, record).unwrap_err();

@@ -350,11 +350,6 @@ fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<(IndexedTokens, Opti
             );
             return Err(DataError::token_file(prefix, what, "prepare it again"));
         }
-        if part.mask_xxh3.is_some() != corpus.is_masked() {
-            let (is, says) = if corpus.is_masked() { ("a", "none") } else { ("no", "one") };
-            let what = format!("has {is} .mask file, and its description says that it has {says}");
-            return Err(DataError::token_file(prefix, what, "copy all its files, or prepare it again"));
-        }
         hash = Some(part.bin_xxh3 + part.mask_xxh3.as_deref().unwrap_or_default());
     }
     if corpus.is_masked() && spec.transforms.fill_in_the_middle.is_some() {

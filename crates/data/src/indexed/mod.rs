@@ -28,6 +28,7 @@ pub use writer::{IndexedSummary, IndexedWriter};
 
 use crate::dataset::IGNORE;
 use crate::error::{DataError, Result};
+use crate::prepare::Sidecar;
 
 /// Advice for a token file that cannot be trusted.
 const REBUILD: &str = "the file is damaged or incomplete: run `trainyard data prepare` again, or copy it again";
@@ -90,6 +91,14 @@ impl IndexedTokens {
             return Err(DataError::token_file(&bin_path, what, REBUILD));
         }
         let mask = open_mask(&prefix, layout.tokens)?;
+        if let Ok(Some((_, part))) = Sidecar::of_part(&prefix)
+            && part.tokens == layout.tokens
+            && part.mask_xxh3.is_some() != mask.is_some()
+        {
+            let (is, says) = if mask.is_some() { ("a", "none") } else { ("no", "one") };
+            let what = format!("has {is} .mask file, and its description says that it has {says}");
+            return Err(DataError::token_file(&prefix, what, "copy all its files, or prepare it again"));
+        }
         Ok(Self { prefix, layout, idx: Index::Mapped(idx), bin, header_bytes: 0, mask })
     }
 
@@ -106,13 +115,16 @@ impl IndexedTokens {
         self.mask.is_some()
     }
 
+    /// True if token `token` is a target.
+    pub fn is_target(&self, token: u64) -> bool {
+        self.mask.as_ref().is_none_or(|mask| mask[(token / 8) as usize] >> (token % 8) & 1 == 1)
+    }
+
     /// Takes away the targets that do not count; the first of them is token `first`.
     pub(crate) fn mask_targets(&self, first: u64, targets: &mut [i32]) {
-        let Some(mask) = &self.mask else { return };
-        for (token, target) in (first..).zip(targets) {
-            if mask[(token / 8) as usize] >> (token % 8) & 1 == 0 {
-                *target = IGNORE;
-            }
+        if self.is_masked() {
+            let outside = (first..).zip(targets).filter(|(token, _)| !self.is_target(*token));
+            outside.for_each(|(_, target)| *target = IGNORE);
         }
     }
 
@@ -260,7 +272,7 @@ pub fn mask_path(prefix: &Path) -> PathBuf {
 /// Maps the mask of the targets among `tokens` tokens, if there is one.
 fn open_mask(prefix: &Path, tokens: u64) -> Result<Option<MappedFile>> {
     let path = mask_path(prefix);
-    if !path.exists() {
+    if !path.try_exists().map_err(DataError::io("open", &path))? {
         return Ok(None);
     }
     let mask = MappedFile::open(&path).map_err(DataError::io("open", &path))?;

@@ -321,6 +321,7 @@ fn build(
             Ok(())
         })?;
     counts.skipped.invalid += invalid;
+    counts.documents -= invalid;
     if counts.documents == 0 {
         return Err(DataError::TooLittle {
             what: format!(
@@ -340,6 +341,12 @@ fn build(
     if split.repaired(&counts).is_some() {
         // A side is empty: the files would be written again at once.
         return Ok((counts, None));
+    }
+    if chat.is_some() && train.writer.tokens() == 0 {
+        return Err(DataError::TooLittle {
+            what: "all conversations went to validation: they are equal, or too few to be divided".into(),
+            fix: "give more of them, or set the validation fraction to 0".into(),
+        });
     }
     // From here on the description of an older result would be wrong.
     atomic::remove_if_present(&Sidecar::path(&options.out))?;

@@ -310,8 +310,7 @@ fn encode_conversation(corpus: &Corpus, tokenizer: &Tokenizer, chat: &Chat, piec
         Ok(told) => (told, false),
         Err(_) if corpus.options().on_invalid == OnInvalid::Skip => (nothing, true),
         Err(what) => {
-            let fix =
-                "repair or remove the record; `data.loss_on` and `data.chat_template` say how conversations are read";
+            let fix = "repair or remove the record, or skip such ones by `data prepare --chat --skip-invalid`";
             return Err(DataError::input(path, Some(piece.line), what, fix));
         }
     };

@@ -87,6 +87,12 @@ impl Companions {
         })
     }
 
+    /// The file of the chat template, without the others.
+    pub(super) fn template_alone(mut self) -> Self {
+        self.files.retain(|name, _| *name == TEMPLATE);
+        Self { files: self.files, config: Map::new() }
+    }
+
     /// The same files with another chat template.
     pub(super) fn with_chat_template(&self, template: &str) -> Self {
         let (mut files, config) = (self.files.clone(), self.config.clone());

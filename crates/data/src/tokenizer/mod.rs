@@ -84,6 +84,8 @@ impl Tokenizer {
         if matches!(&*tokenizer.kind, Kind::HuggingFace(_)) {
             tokenizer.companions = Arc::new(Companions::read(&path)?);
             tokenizer.follow_config(&origin)?;
+        } else {
+            tokenizer.companions = Arc::new(Companions::read(&path)?.template_alone());
         }
         Ok(tokenizer)
     }
@@ -324,12 +326,9 @@ impl Tokenizer {
         self.companions.chat_template()
     }
 
-    /// The same tokenizer with another chat template, which is saved with it. Those of bytes and
-    /// characters have no place for one.
+    /// The same tokenizer with another chat template, which is saved with it.
     pub fn with_chat_template(mut self, template: &str) -> Self {
-        if matches!(&*self.kind, Kind::HuggingFace(_)) {
-            self.companions = Arc::new(self.companions.with_chat_template(template));
-        }
+        self.companions = Arc::new(self.companions.with_chat_template(template));
         self
     }
 
@@ -387,6 +386,8 @@ impl Tokenizer {
             let told = self.companions.token("eos_token").map_or(inner.guess_eos(), |name| self.token_to_id(name));
             let config = (told != self.eos).then(|| json!({ "eos_token": self.eos_name() }));
             self.companions.write(path, config.as_ref())?;
+        } else {
+            self.companions.write(path, None)?;
         }
         Ok(())
     }

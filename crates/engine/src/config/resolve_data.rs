@@ -4,7 +4,9 @@ use super::error::Origin;
 use super::resolve::{Inputs, Resolver};
 use super::sections::*;
 use super::sections_chat::{DataFormat, LossOnPart};
-use crate::corpora::{CHATML, expanded, held_back_part, prepared_fraction, source_exists, token_source};
+use super::value::Source;
+use crate::corpora::{CHATML_NAME, expanded, held_back_part, prepared_fraction, source_exists, token_source};
+use trainyard_data::indexed::mask_path;
 use trainyard_data::prepare::VALIDATION_FRACTION;
 
 impl Resolver {
@@ -77,11 +79,17 @@ impl Resolver {
             let because = "data.format is \"text\"";
             self.unused("data.loss_on", &data.loss_on, because);
             self.unused("data.chat_template", &data.chat_template, because);
+            let is_masked =
+                |source: &Source| token_source(&source.path).is_some_and(|prefix| mask_path(&prefix).is_file());
+            if self.config.origin("data.sampling") == Origin::Default && data.train.0.iter().any(is_masked) {
+                self.fill("data.sampling", &Sampling::BestFit, "so that conversations stay whole");
+                return Sampling::BestFit;
+            }
             return data.sampling;
         }
         let because = "what the assistant says, and that it then stops";
         self.settle("data.loss_on", &data.loss_on, LossOnPart::Answers, because);
-        if let Some(template) = data.chat_template.as_ref().filter(|name| name.as_os_str() != CHATML) {
+        if let Some(template) = data.chat_template.as_ref().filter(|name| name.as_os_str() != CHATML_NAME) {
             self.path_exists("data.chat_template", Some(template));
         }
         if data.fim_rate > 0.0 {

@@ -27,7 +27,7 @@ impl Resolver {
         let divergence = self.settle("distillation.divergence", &divergence, usual, "the usual one");
         if divergence == DivergenceKind::JensenShannon {
             let beta = self.settle("distillation.beta", &beta, 0.5, "both models alike");
-            self.within("distillation.beta", beta, f64::MIN_POSITIVE, 1.0 - f64::EPSILON / 2.0);
+            self.within("distillation.beta", beta, 1e-6, 1.0 - 1e-6);
         } else {
             self.unused("distillation.beta", &beta, "distillation.divergence is not \"jensen_shannon\"");
         }

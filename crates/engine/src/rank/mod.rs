@@ -210,9 +210,7 @@ impl Rank {
         let Some(teacher) = self.model.teacher().filter(|_| self.parameters.holding().runs(last)) else {
             return Ok(());
         };
-        let (model, tiers) = (teacher.model(), Tiers::default());
-        let weights = ParameterState::zeros(&self.device, model, Holding::whole(), teacher.dtype(), &tiers)?;
-        teacher.seat(Box::new(weights));
+        teacher.seat(Box::new(teacher.zeros(&self.device)?));
         Ok(())
     }
 
