@@ -25,8 +25,8 @@ enum Weights {
 }
 
 impl Source {
-    /// Opens a run at the checkpoint and with the weights of `selection`, a Hugging Face folder or a GGUF file. A run's
-    /// adapters are merged into its weights.
+    /// Opens a run at the checkpoint and with the weights of `selection`, a Hugging Face folder or
+    /// a GGUF file. A run's adapters are merged into its weights.
     ///
     /// # Errors
     /// As [`open_trained_on`]; a model whose blocks have matrices that are not products [out, in].

@@ -135,9 +135,9 @@ pub fn sign_step(rate: f32, operands: OptimizerOperands<'_>) -> Result<()> {
     })
 }
 
-/// `average += share (weights - average)`, both f32: takes `weights` into their average over steps,
-/// of which they are a `share` in [0, 1] afterwards. A share of 1 copies the bits of the weights. On
-/// the CPU only.
+/// `average += share (weights - average)`, both f32: takes `weights` into their average over
+/// steps, of which they are a `share` in [0, 1] afterwards. A share of 1 copies the bits of the
+/// weights. On the CPU only.
 ///
 /// # Errors
 /// Other dtypes, other numbers of elements, and a GPU.
