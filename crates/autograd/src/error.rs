@@ -39,6 +39,9 @@ pub enum AutogradError {
          fold the factor into the loss's scale, or record it without gradients at hand"
     )]
     EagerUpstream(f32),
+    /// Rows could not be exchanged between the ranks that share experts.
+    #[error("rows of experts could not be exchanged: {0}")]
+    Exchange(String),
     /// A tensor that was taken out of the recording was not put back before it was needed.
     #[error("activation {0} was taken out of the recording and is not back")]
     Away(usize),

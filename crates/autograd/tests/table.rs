@@ -5,15 +5,15 @@ mod common;
 
 use common::*;
 use std::sync::Arc;
-use trainyard_autograd::functions::{Gains, LinearOptions};
+use trainyard_autograd::functions::{Direction, Gains, LinearOptions, RowExchange, Traffic};
 use trainyard_autograd::{Adapter, AdapterOutputs, AutogradError, Policy, Store, TABLE, Tape, Var};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
-use trainyard_tensor::ops::experts::{BalanceFactors, EXCESS_UNIT, Gate, Router};
+use trainyard_tensor::ops::experts::{BalanceFactors, EXCESS_UNIT, Gate, Groups, Router};
 use trainyard_tensor::ops::{ContextSegments, Distillation, Divergence, HeadLayout, Segments, TablePart, Taught};
-use trainyard_tensor::{DType, Device, Purpose};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// At least one example for every row of the table.
 fn examples(name: &str, device: &Device) -> Vec<Example> {
@@ -174,12 +174,35 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
     }
 }
 
-const MIXTURE: [&str; 5] = ["router_logits", "route", "dispatch", "ragged_linear", "combine"];
+const MIXTURE: [&str; 6] = ["router_logits", "route", "dispatch", "exchange_rows", "ragged_linear", "combine"];
+
+/// Two ranks that are one: as many rows as go to a rank come from it, those of the second doubled.
+#[derive(Debug)]
+struct Mirror;
+
+impl RowExchange for Mirror {
+    fn ranks(&self) -> usize {
+        2
+    }
+
+    fn counts(&self, own: &[i32]) -> Result<Vec<i32>, AutogradError> {
+        Ok(own.to_vec())
+    }
+
+    fn rows(&self, from: &Tensor, sends: &[usize], to: &mut Tensor, receives: &[usize]) -> Result<(), AutogradError> {
+        assert_eq!(sends, receives);
+        let (end, dim) = (sends.iter().sum::<usize>(), from.last_dim());
+        let mut values = to.to_f32_vec()?;
+        values[..end * dim].copy_from_slice(&from.to_f32_vec()?[..end * dim]);
+        values[sends[0] * dim..end * dim].iter_mut().for_each(|value| *value *= 2.0);
+        Ok(to.write(&values)?)
+    }
+}
 
 /// Seven tokens of width 6, of which each goes to two of five experts of width 4; one expert has no
 /// token. The choices stay the same near every point.
 fn mixture(name: &str, device: &Device) -> Example {
-    let device = device.clone();
+    let (device, own) = (device.clone(), device.clone());
     let router = Router { experts: 5, top_k: 2, gate: Gate::Softmax, normalise: true, scale: 1.5 };
     // Logits in (-1, 1) beside which these decide.
     let rank = |token: usize, expert: usize| if expert == 4 { 6 } else { (expert + 3 * token) % 4 };
@@ -199,12 +222,26 @@ fn mixture(name: &str, device: &Device) -> Example {
             let y = t.dispatch(&x[0], &routes)?;
             t.add(&y, &logits)
         }),
+        // Of nine rows eight go to four experts on two ranks, and the last is nobody's.
+        "exchange_rows" => example(&[&[9, 6]], &[&[2 * 3, 6]], move |t, x| {
+            let bounds = ints(&own, &[0, 2, 5, 5, 8]);
+            let mirror: Arc<dyn RowExchange> = Arc::new(Mirror);
+            let (traffic, groups) = Traffic::announce(&bounds, 9, Some(&mirror), 2)?;
+            assert_eq!((groups.bounds.to_vec::<i32>()?, groups.sources), (vec![0, 2, 5, 5, 8], 2));
+            let rows = t.exchange_rows(&x[0], &traffic, Direction::Experts)?;
+            assert_eq!(rows.tensor().rows(), 8);
+            let rows = t.ragged_linear(&rows, p(0), &groups)?;
+            let rows = t.exchange_rows(&rows, &traffic, Direction::Tokens)?;
+            assert!(rows.tensor().to_f32_vec()?[8 * 3..].iter().all(|value| *value == 0.0));
+            Ok(rows)
+        }),
         _ => example(&[&[7, 6], &[7, 5]], &[&[5 * 4, 6], &[5 * 6, 4]], move |t, x| {
             let (weights, routes) = routes(t, &x[1])?;
             assert!(routes.counts.to_vec::<i32>().unwrap().contains(&0), "no expert is without tokens");
             let rows = t.dispatch(&x[0], &routes)?;
-            let rows = t.ragged_linear(&rows, p(0), &routes.bounds)?;
-            let rows = t.ragged_linear(&rows, p(1), &routes.bounds)?;
+            let groups = Groups::of_one_source(&routes.bounds);
+            let rows = t.ragged_linear(&rows, p(0), &groups)?;
+            let rows = t.ragged_linear(&rows, p(1), &groups)?;
             t.combine(&rows, &weights, &routes.places, whole.then_some(&x[0]))
         }),
     }

@@ -113,6 +113,9 @@ fn layout(resolved: &Resolved) -> String {
     if parallel.context > 1 {
         text += &format!(", cp {}", parallel.context);
     }
+    if parallel.experts > 1 {
+        text += &format!(", ep {}", parallel.experts);
+    }
     if parallel.pipeline > 1 {
         text += &format!(", pp {} by {}", parallel.pipeline, parallel.schedule);
     }

@@ -15,12 +15,16 @@ use std::fs;
 const STEPS: &str = "training.steps=6";
 
 /// Cases: a name (model, precision, layout of two or four ranks) and the settings.
-const CASES: [(&str, &[&str]); 10] = [
+const CASES: [(&str, &[&str]); 11] = [
     ("llama-bf16-ddp", &["parallel.ranks=2", "precision.compute='bf16'"]),
     ("llama-f32-zero-1", &["parallel.ranks=2", "parallel.zero_stage=1", "activation_checkpointing.mode='full'"]),
     (
         "gpt2-bf16-zero-2",
         &["parallel.ranks=2", "parallel.zero_stage=2", "model.family='gpt2'", "precision.compute='bf16'"],
+    ),
+    (
+        "mixtral-f32-experts",
+        &["parallel.ranks=2", "model.family='mixtral'", "experts.count=4", "parallel.expert_parallel_degree=2"],
     ),
     ("gpt2-f32-zero-3", &["parallel.ranks=2", "parallel.zero_stage=3", "model.family='gpt2'"]),
     ("gpt2-f32-ddp", &["parallel.ranks=4", "model.family='gpt2'", "activation_checkpointing.mode='selective'"]),

@@ -212,6 +212,43 @@ fn going_on_says_that_the_learning_rate_rises() {
     assert!(!more.stderr.contains("the learning rate"), "{}", more.stderr);
 }
 
+/// A checkpoint has whole experts, whatever ranks wrote them: a run goes on with its experts over
+/// two ranks or on each, and ends with the same bits, evaluations included.
+#[test]
+fn a_mixture_goes_on_with_its_experts_over_other_ranks() {
+    let folder = Folder::new();
+    // Three batches to evaluate: in the last round one rank has none.
+    let mixture = ["model.family=mixtral", "experts.count=4", "parallel.ranks=2", "optimizer.clip_norm=0"];
+    let evaluated = ["evaluation.interval_steps=3", "evaluation.tokens_max=300"];
+    let degree = |degree: usize| format!("parallel.expert_parallel_degree={degree}");
+    let evaluations = |run: &Path| -> Vec<Value> {
+        lines(&run.join("evaluations.jsonl")).iter().map(|line| line["loss"].clone()).collect()
+    };
+    let end = |before: usize, after: usize| {
+        let name = format!("from-{before}-to-{after}");
+        let (run, name) = (format!("runs/{name}"), format!("run.name='{name}'"));
+        train(&folder, &[&mixture[..], &evaluated[..], &[&degree(before), &name, "training.steps=6"]].concat());
+        let sets = ["--set", "training.steps=12", "--set", &degree(after)];
+        folder.run(&[&["train", "--resume", run.as_str()], &sets[..]].concat()).ok();
+        (run.clone(), tensors(&folder.join(&run)))
+    };
+    let (first, whole) = end(1, 1);
+    for (before, after) in [(2, 2), (2, 1), (1, 2)] {
+        let (run, ours) = end(before, after);
+        assert!(ours == whole, "{run}: some bit differs");
+        let [ours, theirs] = [&run, &first].map(|run| evaluations(&folder.join(run)));
+        assert!(ours == theirs && ours.len() >= 4, "{run}: {ours:?} and not {theirs:?}");
+    }
+    let spread = "runs/from-2-to-2";
+    folder.run(&["export", spread, "--out", "hf", "--dtype", "f32"]).ok();
+    let asked = ["--data", "text.txt", "--json"];
+    let losses = [spread, "hf"].map(|model| {
+        let ran = folder.run(&[&["eval", model], &asked[..]].concat()).ok();
+        serde_json::from_str::<Value>(&ran.stdout).unwrap()["loss"].as_f64().unwrap()
+    });
+    assert!((losses[0] - losses[1]).abs() < 1e-6, "{losses:?}");
+}
+
 /// A run of 12 steps with its checkpoints of 4, 8 and 12.
 fn with_three_checkpoints() -> Folder {
     let folder = Folder::new();

@@ -165,7 +165,7 @@ impl ChatTemplate {
         let mut answers: Vec<usize> = (given..messages.len()).filter(|at| says(&messages[*at])).collect();
         let (text, marked) = unmarked(&whole)?;
         if loss_on == LossOn::All {
-            return Ok(Conversation { learned: vec![0..text.len()], text, wants_end: false });
+            return Ok(Conversation { learned: std::iter::once(0..text.len()).collect(), text, wants_end: false });
         }
         if answers.is_empty() {
             return Err("has no answer: none of its messages is the assistant's".into());
@@ -247,7 +247,7 @@ impl Chat {
                 if completion.is_empty() {
                     return Err("has an empty completion".into());
                 }
-                Ok(Conversation { learned: vec![begin..text.len()], text, wants_end: true })
+                Ok(Conversation { learned: std::iter::once(begin..text.len()).collect(), text, wants_end: true })
             }
             (Some(prompt @ Value::Array(_)), Some(completion @ Value::Array(_))) => {
                 let (prompt, completion) = (list("prompt", prompt)?, list("completion", completion)?);

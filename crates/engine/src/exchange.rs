@@ -187,6 +187,36 @@ impl Link {
         }
     }
 
+    /// Sends equally many of `own` to each rank, and returns the parts of all ranks, in their
+    /// order.
+    pub(crate) fn all_to_all_numbers(&self, own: &[i32]) -> Result<Vec<i32>> {
+        let mut all = own.to_vec();
+        if let Some(comm) = &self.host {
+            comm.all_to_all(own, &mut all)?;
+        }
+        Ok(all)
+    }
+
+    /// Sends the next `sends[j]` rows of `from` to each rank j, and receives `receives[j]` rows
+    /// from it into the next rows of `to`, through host memory.
+    pub(crate) fn all_to_all_rows(
+        &self,
+        from: &Tensor,
+        sends: &[usize],
+        to: &mut Tensor,
+        receives: &[usize],
+    ) -> Result<()> {
+        let row = from.last_dim() * from.dtype().size();
+        let bytes = |rows: &[usize]| rows.iter().map(|rows| rows * row).collect::<Vec<_>>();
+        let (sends, receives) = (bytes(sends), bytes(receives));
+        let [sent, received] = [&sends, &receives].map(|parts| parts.iter().sum::<usize>());
+        let Some(comm) = &self.host else { return Ok(to.copy_from(from)?) };
+        from.with_bytes(|from| {
+            to.with_bytes_mut(|to| comm.all_to_all_uneven(&from[..sent], &sends, &mut to[..received], &receives))
+        })???;
+        Ok(())
+    }
+
     /// As [`Link::all_gather`], with the rank's own part already in its place.
     pub fn all_gather_in_place(&self, whole: &mut Tensor) -> Result<()> {
         match (&self.device, &self.host) {

@@ -35,6 +35,7 @@ pub mod ensemble;
 mod error;
 pub mod evaluate;
 mod exchange;
+mod experts;
 pub mod faults;
 pub mod fp8;
 pub mod generate;

@@ -31,6 +31,8 @@ pub struct GatherLinks {
 pub struct ReduceLinks {
     pub(crate) shard: Link,
     pub(crate) replicate: Link,
+    /// The ranks that hold the same experts as this one.
+    pub(crate) expert_replicas: Link,
     /// The ranks that sum gradients: all data ranks, or the shard group where replicas train apart.
     pub(crate) summed: Link,
     /// Per unit whose parameters others borrow, the pipeline stages that hold it.
@@ -53,6 +55,8 @@ pub struct ComputeLinks {
     pub(crate) summed: Link,
     pub(crate) pipeline: Link,
     pub(crate) tensor: Link,
+    /// The ranks that share the experts of every layer: rows inside passes, and the norm.
+    pub(crate) experts: Link,
 }
 
 /// Links of the lanes that send and receive between pipeline stages. The two may run at once on one
@@ -146,6 +150,10 @@ impl Maker<'_> {
         let reduce = ReduceLinks {
             shard: self.link("reduce", "shards", group(Axis::Shard))?,
             replicate: self.link("reduce", "replicas", group(Axis::Replicate))?,
+            expert_replicas: match program.mesh.ep {
+                1 => Link::default(),
+                _ => self.link("reduce", "replicas of experts", program.mesh.expert_replicas(program.rank))?,
+            },
             summed: numbers.link("reduce", "ranks of a sum", group(program.kind.gradient_axis()))?,
             ties: self.ties()?,
             tensor: self.tensor_link("reduce")?,
@@ -160,6 +168,7 @@ impl Maker<'_> {
             summed: numbers.link("compute", "ranks of a sum", group(program.kind.gradient_axis()))?,
             pipeline: numbers.link("compute", "stages", group(Axis::Pipeline))?,
             tensor: numbers.link("compute", "parts of products", group(Axis::Tensor))?,
+            experts: numbers.link("compute", "experts", group(Axis::Expert))?,
         };
         let stages = numbers.link("pipeline", "stages", group(Axis::Pipeline))?;
         let pipeline = PipelineLinks { send: stages.clone(), receive: stages };
@@ -279,7 +288,9 @@ impl ReduceLinks {
 
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
-        [&self.shard, &self.replicate, &self.summed].into_iter().for_each(|link| link.post(position));
+        [&self.shard, &self.replicate, &self.expert_replicas, &self.summed]
+            .into_iter()
+            .for_each(|link| link.post(position));
         self.ties.values().chain([&self.tensor]).for_each(|link| link.post(position));
     }
 
@@ -292,7 +303,7 @@ impl ReduceLinks {
 impl ComputeLinks {
     /// As [`GatherLinks::post`].
     pub fn post(&self, position: &Position) {
-        [&self.shard, &self.data, &self.summed, &self.pipeline, &self.tensor]
+        [&self.shard, &self.data, &self.summed, &self.pipeline, &self.tensor, &self.experts]
             .into_iter()
             .for_each(|link| link.post_on_host(position));
     }
@@ -313,21 +324,23 @@ pub struct Reduction {
 }
 
 /// Sums `flat` over the data ranks: reduce-scatter inside the shard group, then all-reduce of the
-/// rank's `own` part across the replicas. Returns that part of `flat`; the rest is arbitrary. The
-/// sum is rounded to `dtype` on its way, and again when it is complete, so that every division of
-/// the data ranks into shards and replicas gives the same bits. Where messages are encoded, they
-/// are not rounded besides.
+/// rank's `own` part across the replicas. Where ranks divide experts, `flat` is a gradient without
+/// or of those alone, and `replicate` are the ranks that hold the same ones. Returns that part of
+/// `flat`; the rest is arbitrary. The sum is rounded to `dtype` on its way, and again when it is
+/// complete, so that every division of the data ranks into shards and replicas gives the same bits.
+/// Where messages are encoded, they are not rounded besides.
 pub(crate) fn reduce(
     unit: usize,
     flat: &mut Tensor,
     own: Range<usize>,
     reduction: Reduction,
     links: &ReduceLinks,
+    replicate: &Link,
 ) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
     let ReduceLinks { shard, staging, encoded, .. } = links;
     let (dtype, alone) = (reduction.dtype, Link::default());
-    let replicate = if reduction.over == Axis::Data { &links.replicate } else { &alone };
+    let replicate = if reduction.over == Axis::Data { replicate } else { &alone };
     if let Some(encoded) = encoded {
         let at = reduction.at;
         match encoded.is_over(Axis::Shard) && shard.size() > 1 {

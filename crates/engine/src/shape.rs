@@ -16,11 +16,11 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::families::Sizes;
 use trainyard_model::{
-    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, ExpertsSpec, Model, ModelError, ModelSpec, RopeScaling,
-    RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
+    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, ExpertSplit, ExpertsSpec, Model, ModelError, ModelSpec,
+    RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
-    Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
+    Axis, Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
     ScheduleTable, SegmentShape, SplitShape, StateBytes, StepKind, Strategy, Tier, UnitShape, ValueShape, check,
     lower_rank,
 };
@@ -84,7 +84,7 @@ fn check_parts(resolved: &Resolved, spec: &ModelSpec) -> Result<()> {
     let one_block = ModelSpec { layers: 1, ..spec.clone() };
     for rank in 0..ranks {
         let place = TensorSplit { rank, ranks, sequence: resolved.parallel.sequence };
-        let model = split(one_block.clone(), place, ContextSplit::WHOLE)?;
+        let model = split(one_block.clone(), place, ContextSplit::WHOLE, ExpertSplit::WHOLE)?;
         let sides = model.parameters().filter(|(id, _)| layers(&model).contains(id)).flat_map(|(_, spec)| {
             let name = format!("part {rank} of {ranks} (parallel.tensor_parallel_degree) of {}", spec.name);
             spec.shape.iter().map(move |side| (name.clone(), *side)).collect::<Vec<_>>()
@@ -257,7 +257,11 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
     for (index, (shape, unit)) in units.iter_mut().zip(model.units()).enumerate() {
         shape.name = unit.name().to_owned();
         let layout = model.layout(index, 1);
-        shape.flat_elements = layout.flat_elements() as u64;
+        // A lowering divides experts among `expert` ranks, of which this model is one.
+        let expert = model.expert_split().ranks as u64;
+        shape.expert_elements = if expert > 1 { layout.experts().len() as u64 * expert } else { 0 };
+        shape.expert_bytes = expert_bytes(model, index, batch, dtype);
+        shape.flat_elements = layout.flat_elements() as u64 + shape.expert_elements / expert * (expert - 1);
         shape.frozen_elements = layout.frozen_flat_elements() as u64;
         shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();
         shape.borrows.dedup();
@@ -267,6 +271,17 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
     }
     // Tokens, targets and positions are i32.
     Ok(ModelShape { units, batch_bytes: 12 * batch.tokens() as u64 })
+}
+
+/// Bytes of the rows that a unit sends to the ranks of its experts in a forward: those of all
+/// choices, of which one part of as many as there are ranks stays.
+fn expert_bytes(model: &Model, unit: usize, batch: &BatchShape, dtype: DType) -> u64 {
+    let spec = model.spec().filter(|_| model.expert_split().ranks > 1);
+    let experts = spec.zip(unit.checked_sub(1)).and_then(|(spec, layer)| {
+        let is_block = layer < spec.layers;
+        is_block.then(|| spec.experts_of(layer)).flatten().map(|experts| experts.top_k * spec.dim)
+    });
+    experts.map_or(0, |row| (batch.tokens() * row * dtype.size()) as u64)
 }
 
 /// FLOPs of a forward and a backward of a whole unit.
@@ -360,12 +375,19 @@ pub fn context_split(resolved: &Resolved, rank: u32) -> ContextSplit {
     ContextSplit { rank, ranks: parallel.context, length: resolved.sequence_length, chunks }
 }
 
+/// The part of the experts that a rank has.
+pub fn expert_split(resolved: &Resolved, rank: u32) -> ExpertSplit {
+    let mesh = mesh(resolved);
+    ExpertSplit { rank: mesh.group(rank, Axis::Expert).index as usize, ranks: mesh.ep as usize }
+}
+
 /// The model of a rank: all units, or its parts of them.
 ///
 /// # Errors
 /// A model that cannot be divided among the ranks.
 pub fn model_of(resolved: &Resolved, spec: ModelSpec, rank: u32) -> Result<Model> {
-    let whole = split(spec, tensor_split(resolved, rank), context_split(resolved, rank))?;
+    let experts = expert_split(resolved, rank);
+    let whole = split(spec, tensor_split(resolved, rank), context_split(resolved, rank), experts)?;
     crate::distill::taught(whole.tuned(&tuning(&resolved.config))?, resolved)
 }
 
@@ -396,8 +418,11 @@ pub fn tuning(config: &Config) -> Tuning {
 }
 
 /// One rank's part of a model. An error names the key that asks for parts.
-fn split(spec: ModelSpec, split: TensorSplit, context: ContextSplit) -> Result<Model> {
-    Model::split_over(spec, split, context).map_err(|error| match error {
+fn split(spec: ModelSpec, split: TensorSplit, context: ContextSplit, experts: ExpertSplit) -> Result<Model> {
+    Model::split_over(spec, split, context, experts).map_err(|error| match error {
+        ModelError::Split(problem) if experts.ranks > 1 => {
+            does_not_fit(format!("parallel.expert_parallel_degree = {}: {problem}", experts.ranks))
+        }
         ModelError::Split(problem) => {
             does_not_fit(format!("parallel.tensor_parallel_degree = {}: {problem}", split.ranks))
         }
@@ -412,6 +437,7 @@ pub fn mesh(resolved: &Resolved) -> Mesh {
         pp: parallel.pipeline as u32,
         cp: parallel.context as u32,
         tp: parallel.tensor as u32,
+        ep: parallel.experts as u32,
         ..Mesh::data(parallel.replicate as u32, parallel.shard as u32)
     }
 }

@@ -141,6 +141,9 @@ pub struct Writes {
     pub replica: usize,
     /// Number of these ranks. They divide what they write.
     pub replicas: usize,
+    /// The same two numbers for the parts of experts, where ranks divide them: fewer ranks hold the
+    /// same.
+    pub of_experts: (usize, usize),
     /// True on the first rank of a tensor-parallel group. It writes the parameters that all of the
     /// group hold whole.
     pub first_of_tensor_group: bool,
@@ -151,7 +154,8 @@ pub struct Writes {
 impl Writes {
     /// Everything that the rank holds.
     pub fn all() -> Writes {
-        Writes { replica: 0, replicas: 1, first_of_tensor_group: true, of_lower_stages: BTreeSet::new() }
+        let (of_experts, of_lower_stages) = ((0, 1), BTreeSet::new());
+        Writes { replica: 0, replicas: 1, of_experts, first_of_tensor_group: true, of_lower_stages }
     }
 
     fn of(rank: &Rank) -> Writes {
@@ -161,7 +165,8 @@ impl Writes {
         let (copy, copies) = holding.copy();
         let (replica, replicas) = (replica * copies + copy, replicas * copies);
         let of_lower_stages = BTreeSet::clone(&holding.of_lower_stages);
-        Writes { replica, replicas, first_of_tensor_group: holding.tensor == 0, of_lower_stages }
+        let first_of_tensor_group = holding.tensor == 0;
+        Writes { replica, replicas, of_experts: holding.experts, first_of_tensor_group, of_lower_stages }
     }
 
     /// The pieces that the rank writes of a tensor that is divided like the parameter `spec` of
@@ -170,8 +175,9 @@ impl Writes {
         if self.of_lower_stages.contains(&unit) || (spec.split.is_none() && !self.first_of_tensor_group) {
             return Vec::new();
         }
-        let cut = |part: usize| held.start + held.len() * part / self.replicas;
-        let owned = placed(spec, held, cut(self.replica)..cut(self.replica + 1)).into_iter();
+        let (replica, replicas) = if spec.of_experts { self.of_experts } else { (self.replica, self.replicas) };
+        let cut = |part: usize| held.start + held.len() * part / replicas;
+        let owned = placed(spec, held, cut(replica)..cut(replica + 1)).into_iter();
         owned.filter(|(_, owned)| *owned).map(|(placed, _)| placed).collect()
     }
 }

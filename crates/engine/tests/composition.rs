@@ -433,7 +433,6 @@ fn what_mixtures_do_not_have_is_refused() {
         ("model.family='mixtral' experts.count=4 experts.top_k=5", "only 4 experts"),
         ("model.family='mixtral' experts.dense_layers=9", "there are only"),
         ("model.family='mixtral' experts.capacity_factor=0", "experts.capacity_factor"),
-        ("model.family='mixtral' parallel.expert_parallel_degree=2", "expert_parallel_degree = 2 does not run yet"),
     ] {
         let error = resolve(&sets(text)).expect_err(text).to_string();
         assert!(error.contains(word), "{text}: {error}");

@@ -27,7 +27,7 @@ const DEADLINE: Duration = Duration::from_secs(3);
 /// Number of concurrent runs. They spend most of their time waiting for deadlines.
 const AT_ONCE: usize = 6;
 
-const LAYOUTS: [&[&str]; 6] = [
+const LAYOUTS: [&[&str]; 7] = [
     &["parallel.ranks=2"],
     &["parallel.ranks=2", "parallel.zero_stage=3"],
     &["parallel.ranks=4", "parallel.data_parallel_shard_degree=2", "parallel.zero_stage=3"],
@@ -44,6 +44,13 @@ const LAYOUTS: [&[&str]; 6] = [
         "parallel.pipeline_parallel_degree=2",
         "parallel.pipeline_schedule='interleaved'",
         "parallel.zero_stage=3",
+    ],
+    &[
+        "parallel.ranks=4",
+        "model.family='mixtral'",
+        "experts.count=4",
+        "parallel.expert_parallel_degree=2",
+        "activation_checkpointing.mode='full'",
     ],
 ];
 /// The layout with stages and parts of every product.

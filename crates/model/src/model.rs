@@ -7,7 +7,7 @@ use crate::init::initialise;
 use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
 use crate::spec::{ModelSpec, RopeSpec};
-use crate::split::{ContextSplit, Division, TensorSplit};
+use crate::split::{ContextSplit, Division, ExpertSplit, TensorSplit};
 use crate::teacher::{TaughtUnit, Teacher};
 use crate::tuning::{Adapters, Tuning, tuned};
 use crate::unit::{Forward, Unit};
@@ -25,6 +25,7 @@ pub struct Model {
     /// The shares of the ranks of a tensor-parallel group; None if units are whole.
     division: Option<Division>,
     context: ContextSplit,
+    experts: ExpertSplit,
     units: Vec<Box<dyn Unit>>,
     vocab_size: usize,
     positions_max: Option<usize>,
@@ -45,16 +46,22 @@ impl Model {
     /// # Errors
     /// A description that no model can follow; a degree that leaves ranks without work.
     pub fn split(spec: ModelSpec, split: TensorSplit) -> Result<Model> {
-        Model::split_over(spec, split, ContextSplit::WHOLE)
+        Model::split_over(spec, split, ContextSplit::WHOLE, ExpertSplit::WHOLE)
     }
 
-    /// The units of one rank of a tensor-parallel group and of a context-parallel group. A group of
-    /// one rank divides nothing.
+    /// The units of one rank of a tensor-parallel, of a context-parallel and of an expert-parallel
+    /// group. A group of one rank divides nothing.
     ///
     /// # Errors
-    /// As [`Model::split`].
-    pub fn split_over(spec: ModelSpec, split: TensorSplit, context: ContextSplit) -> Result<Model> {
+    /// As [`Model::split`], and splits that do not go together.
+    pub fn split_over(
+        spec: ModelSpec,
+        split: TensorSplit,
+        context: ContextSplit,
+        experts: ExpertSplit,
+    ) -> Result<Model> {
         spec.validate()?;
+        experts.check(&spec, split, context)?;
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
         let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));
@@ -67,7 +74,7 @@ impl Model {
             embedding = embedding.on_rows();
             head = head.on_rows();
         }
-        let share = Share { division: division.as_ref(), on_rows: context.ranks > 1 };
+        let share = Share { division: division.as_ref(), on_rows: context.ranks > 1, experts };
         let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
         for layer in 0..spec.layers {
             let local = local.as_ref().filter(|_| spec.window(layer).is_some());
@@ -76,15 +83,17 @@ impl Model {
         units.push(Box::new(head));
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
         let (tuning, adapters) = Default::default();
-        let teacher = None;
-        Ok(Model { spec: Some(spec), division, context, units, vocab_size, positions_max, tuning, adapters, teacher })
+        let (spec, teacher) = (Some(spec), None);
+        Ok(Model { spec, division, context, experts, units, vocab_size, positions_max, tuning, adapters, teacher })
     }
 
     /// A model of the caller's own units. `vocab_size` bounds tokens and targets.
     pub fn from_units(units: Vec<Box<dyn Unit>>, vocab_size: usize) -> Result<Model> {
         let (tuning, adapters) = Default::default();
-        let (spec, division, context, positions_max, teacher) = (None, None, ContextSplit::WHOLE, None, None);
-        let model = Model { spec, division, context, units, vocab_size, positions_max, tuning, adapters, teacher };
+        let (spec, division, positions_max, teacher) = (None, None, None, None);
+        let (context, experts) = (ContextSplit::WHOLE, ExpertSplit::WHOLE);
+        let model =
+            Model { spec, division, context, experts, units, vocab_size, positions_max, tuning, adapters, teacher };
         model.check_units()?;
         Ok(model)
     }
@@ -198,6 +207,11 @@ impl Model {
     /// The place of the rank whose units these are in its context-parallel group.
     pub fn context_split(&self) -> ContextSplit {
         self.context
+    }
+
+    /// The place of the rank whose units these are in its expert-parallel group.
+    pub fn expert_split(&self) -> ExpertSplit {
+        self.experts
     }
 
     /// An empty cache of `capacity` tokens for this rank's keys and values.

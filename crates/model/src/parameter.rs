@@ -93,12 +93,17 @@ pub struct ParameterSpec {
     /// The layout over the ranks of a tensor-parallel group: split; invariant if every rank
     /// computes the same gradient of it; replicated if the ranks' gradients must be summed.
     pub layout: Layout,
+    /// True if it is the part of some of the experts, and other ranks of an expert-parallel group
+    /// have those of the others. Rows of all these ranks' tokens come to it, so its gradient is
+    /// summed only over ranks that hold the same part.
+    pub of_experts: bool,
     /// True if training updates it. A frozen parameter has no gradient, no master and no optimizer
     /// state.
     pub trained: bool,
 }
 
-/// The part of a whole parameter that one rank of a tensor-parallel group holds.
+/// The part of a whole parameter that one rank of a tensor-parallel or of an expert-parallel group
+/// holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Split {
     /// The shape of the whole parameter.
@@ -139,7 +144,8 @@ impl ParameterSpec {
             Source { hf_name: hf_name.into(), rows: 0..shape.first().copied().unwrap_or(1), transposed: false };
         let (split, layout) = (None, Layout::Invariant);
         let (name, shape) = (name.into(), shape.to_vec());
-        ParameterSpec { name, shape, init, kind, sources: vec![source], split, layout, trained: true }
+        let (of_experts, trained) = (false, true);
+        ParameterSpec { name, shape, init, kind, sources: vec![source], split, layout, of_experts, trained }
     }
 
     /// The same, made of several tensors one below the other: (name in files, rows).
@@ -261,7 +267,9 @@ impl ParameterSpec {
 /// The positions of a unit's parameters in its one flat buffer.
 ///
 /// The buffer has two regions: trained parameters, then frozen ones. Masters, gradients and
-/// optimizer state have the first region only.
+/// optimizer state have the first region only. Trained parts of experts
+/// ([`ParameterSpec::of_experts`]) are the end of the first region, because their gradients are
+/// summed over other ranks.
 ///
 /// Every parameter starts at a multiple of [`UnitLayout::ALIGN`] elements. Each region is padded so
 /// that it divides into equal shards of whole [`UnitLayout::QUANTUM`] elements. One collective then
@@ -271,6 +279,8 @@ pub struct UnitLayout {
     ranges: Vec<Range<usize>>,
     /// Elements of the trained and of the frozen region before padding.
     flat_elements: [usize; 2],
+    /// The first element of the trained parts of experts.
+    experts_start: usize,
     /// Elements of the trained region.
     trained_elements: usize,
     elements: usize,
@@ -289,20 +299,22 @@ impl UnitLayout {
     pub fn new(parameters: &[ParameterSpec], shards: usize) -> UnitLayout {
         let shards = shards.max(1);
         let mut ranges = vec![0..0; parameters.len()];
-        let mut place = |trained: bool, first: usize| {
+        let mut place = |of: &dyn Fn(&ParameterSpec) -> bool, first: usize| {
             let mut end = first;
-            for (range, parameter) in ranges.iter_mut().zip(parameters).filter(|(_, p)| p.trained == trained) {
+            for (range, parameter) in ranges.iter_mut().zip(parameters).filter(|(_, p)| of(p)) {
                 *range = end..end + parameter.elements();
                 end = range.end.next_multiple_of(Self::ALIGN);
             }
             end - first
         };
         let padded = |elements: usize| elements.next_multiple_of(Self::QUANTUM * shards);
-        let trained = place(true, 0);
+        let experts_start = place(&|p| p.trained && !p.of_experts, 0);
+        let trained = experts_start + place(&|p| p.trained && p.of_experts, experts_start);
         let trained_elements = padded(trained);
-        let frozen = place(false, trained_elements);
+        let frozen = place(&|p| !p.trained, trained_elements);
         let elements = trained_elements + padded(frozen);
-        UnitLayout { ranges, flat_elements: [trained, frozen], trained_elements, elements, shards }
+        let flat_elements = [trained, frozen];
+        UnitLayout { ranges, flat_elements, experts_start, trained_elements, elements, shards }
     }
 
     /// The elements of parameter `index`.
@@ -335,6 +347,11 @@ impl UnitLayout {
         self.trained_elements
     }
 
+    /// The elements of the trained parts of experts, before padding; empty where experts are whole.
+    pub fn experts(&self) -> Range<usize> {
+        self.experts_start..self.flat_elements[0]
+    }
+
     /// Elements of one shard of the trained region.
     pub fn shard_elements(&self) -> usize {
         self.trained_elements / self.shards
@@ -354,7 +371,10 @@ impl UnitLayout {
     /// The trained parameters with their elements, ascending.
     pub fn trained(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
         let of = |(index, range): (usize, &Range<usize>)| (index, range.clone());
-        self.ranges.iter().enumerate().map(of).filter(|(_, range)| range.start < self.trained_elements)
+        let trained = self.ranges.iter().enumerate().map(of).filter(|(_, range)| range.start < self.trained_elements);
+        let is_of_experts = |range: &Range<usize>| range.start >= self.experts_start;
+        let (experts, others): (Vec<_>, Vec<_>) = trained.partition(|(_, range)| is_of_experts(range));
+        others.into_iter().chain(experts)
     }
 
     /// The frozen parameters with their elements, ascending.
@@ -432,6 +452,27 @@ mod tests {
                 prop_assert_eq!(parts, (0..*size).collect::<Vec<_>>());
             }
             prop_assert!(end <= layout.elements());
+        }
+
+        /// Trained parts of experts are the end of the trained region.
+        #[test]
+        fn trained_parts_of_experts_end_the_trained_region(
+            kinds in prop::collection::vec((1usize..3000, any::<bool>(), any::<bool>()), 1..9),
+        ) {
+            let parameter = |(n, of_experts, trained): &(usize, bool, bool)| {
+                ParameterSpec { of_experts: *of_experts, trained: *trained, ..vector(*n) }
+            };
+            let parameters: Vec<_> = kinds.iter().map(parameter).collect();
+            let layout = UnitLayout::new(&parameters, 1);
+            let experts = layout.experts();
+            for (index, (_, of_experts, trained)) in kinds.iter().enumerate() {
+                let range = layout.range(index);
+                let inside = experts.start <= range.start && range.end <= experts.end;
+                prop_assert_eq!(inside, *of_experts && *trained);
+            }
+            let trained: Vec<_> = layout.trained().map(|(_, range)| range).collect();
+            prop_assert!(trained.is_sorted_by(|a, b| a.end <= b.start));
+            prop_assert_eq!(trained.len(), kinds.iter().filter(|(_, _, trained)| *trained).count());
         }
 
         /// Trained parameters come first, and each region divides into equal shards.

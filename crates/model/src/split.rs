@@ -1,4 +1,4 @@
-//! Tensor and context parallelism.
+//! Tensor, context and expert parallelism.
 //!
 //! Tensor parallelism (Shoeybi et al. 2019): the units of one rank of a group that computes every
 //! unit together. With `sequence`, the rows of the residual stream are divided among the ranks too
@@ -8,6 +8,9 @@
 //! Everything else follows here: the heads, the columns of the MLP and the tokens of the vocabulary
 //! that a rank has, the shape and the place of its part of each parameter, and the layout of the
 //! residual stream.
+//!
+//! Expert parallelism (Lepikhin et al. 2020) divides the experts of a layer among ranks that have
+//! tokens of their own ([`ExpertSplit`]). Everything else of the layer is whole on each of them.
 //!
 //! Parts may be unequal. Where a dimension allows it, parts of it are multiples of [`QUANTUM`], for
 //! the speed of products.
@@ -94,6 +97,61 @@ impl TensorSplit {
         }
         let rows = tokens / self.ranks;
         Ok(self.rank * rows..(self.rank + 1) * rows)
+    }
+}
+
+/// The place of a rank in an expert-parallel group, whose ranks divide the experts of every layer:
+/// rank r of R has the r-th of R equal ranges of them. A token's rows go to the ranks of its
+/// experts and come back ([`trainyard_autograd::functions::RowExchange`]).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ExpertSplit {
+    /// The rank, from 0.
+    pub rank: usize,
+    /// The number of ranks in the group; 1 divides nothing.
+    pub ranks: usize,
+}
+
+impl ExpertSplit {
+    /// The one rank of a group of one.
+    pub const WHOLE: ExpertSplit = ExpertSplit { rank: 0, ranks: 1 };
+
+    /// Checks that the experts of `spec` can be divided, beside the other splits of the model.
+    ///
+    /// # Errors
+    /// A model without experts, a number of experts that the degree does not divide, or experts
+    /// whose columns or rows are divided too.
+    pub fn check(&self, spec: &ModelSpec, tensor: TensorSplit, context: ContextSplit) -> Result<()> {
+        let ExpertSplit { rank, ranks } = *self;
+        if ranks == 1 {
+            return Ok(());
+        }
+        let problem = match &spec.experts {
+            _ if rank >= ranks => format!("there is no rank {rank} in a group of {ranks}"),
+            None => format!("family {} has no experts that {ranks} ranks could divide", spec.family),
+            Some(experts) if ranks == 0 || !experts.experts.is_multiple_of(ranks) => {
+                let possible: Vec<usize> =
+                    (1..=experts.experts).filter(|n| experts.experts.is_multiple_of(*n)).collect();
+                format!("{} experts cannot be divided among {ranks} ranks: use one of {possible:?}", experts.experts)
+            }
+            Some(_) if tensor.ranks > 1 || context.ranks > 1 => {
+                "experts are divided among ranks that have whole products and whole sequences: leave the tensor and \
+                 the context degree at 1"
+                    .to_owned()
+            }
+            Some(_) => return Ok(()),
+        };
+        Err(ModelError::Split(problem))
+    }
+
+    /// Replaces a parameter whose rows are those of all experts in turn by the rank's part.
+    pub(crate) fn cut(&self, parameter: &mut ParameterSpec) {
+        let whole = parameter.shape.clone();
+        let each = whole[0] / self.ranks;
+        let rows = self.rank * each..(self.rank + 1) * each;
+        let pieces = vec![Piece { local: 0..each, whole: rows, holders: 1, owned: true }];
+        parameter.shape[0] = each;
+        parameter.split = Some(Split { whole, dim: 0, pieces, shared: Vec::new() });
+        parameter.of_experts = true;
     }
 }
 

@@ -10,6 +10,8 @@
 use crate::cache::KvCache;
 use crate::routing::RoutingRecord;
 use crate::{Batch, ModelError, ParameterSpec, Result};
+use std::sync::Arc;
+use trainyard_autograd::functions::RowExchange;
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_program::{Axis, Change, Layout};
 use trainyard_tensor::Tensor;
@@ -48,23 +50,25 @@ pub struct Forward<'a> {
     pub cache: Option<&'a mut KvCache>,
     /// The record to which mixtures of experts add the ways of their tokens.
     pub routing: Option<&'a mut RoutingRecord>,
+    /// The way to the ranks that have the other experts; None where experts are whole.
+    pub experts: Option<Arc<dyn RowExchange>>,
 }
 
 impl<'a> Forward<'a> {
     /// The context of training: dropout acts, and the head gives the loss.
     pub fn training(batch: &'a Batch, scale: f32) -> Forward<'a> {
-        Forward { batch, training: true, output: Output::Loss { scale }, cache: None, routing: None }
+        Forward { training: true, ..Forward::evaluation(batch, Output::Loss { scale }) }
     }
 
     /// The context of evaluation.
     pub fn evaluation(batch: &'a Batch, output: Output) -> Forward<'a> {
-        Forward { batch, training: false, output, cache: None, routing: None }
+        Forward { batch, training: false, output, cache: None, routing: None, experts: None }
     }
 
     /// The context of generation: the head gives the logits of the token after the batch, which
     /// continues `cache`.
     pub fn generation(batch: &'a Batch, cache: &'a mut KvCache) -> Forward<'a> {
-        Forward { batch, training: false, output: Output::LastLogits, cache: Some(cache), routing: None }
+        Forward { cache: Some(cache), ..Forward::evaluation(batch, Output::LastLogits) }
     }
 
     /// The factor of the loss's sum over the targets of the batch.

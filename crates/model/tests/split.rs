@@ -190,7 +190,7 @@ impl Group {
                     let takes: Vec<Var> = described.takes.iter().map(leaf).collect();
                     let cache = caches.as_deref_mut().map(|caches| &mut caches[rank]);
                     let mut cx =
-                        Forward { batch: &batches[rank], training: course.training, output, cache, routing: None };
+                        Forward { training: course.training, cache, ..Forward::evaluation(&batches[rank], output) };
                     let unit = &self.models[rank].units()[unit];
                     let gives = match unit.segments() {
                         Some(_) => unit.forward_segment(segment, &mut tape, &mut cx, &takes).unwrap(),

@@ -4,6 +4,9 @@
 //! such a unit is one instruction, and its collectives are instructions next to it. (In a split
 //! unit they are [between its segments](crate::segments).) The collectives of tensor and expert
 //! parallelism come after the pass, because matrix products wait for them and they for products.
+//! A run of whole units exchanges the rows of experts inside the pass, on the compute lane, so this
+//! instruction is only their price there.
+//!
 //! The ring of context parallelism runs in parallel with the pass: the next keys and values are
 //! sent while the present ones are used.
 

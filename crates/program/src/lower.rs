@@ -596,7 +596,7 @@ impl<'a> Lowering<'a> {
             let axis = self.strategy.kind.gradient_axis();
             if due && self.sizes.mesh.degree(axis) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
-                let message = self.sizes.trained(unit, self.strategy.bytes.reduce);
+                let message = self.sizes.reduced(unit, self.strategy.bytes.reduce);
                 let mut reduce = Instruction::new(Action::Reduce { unit, accumulate, axis }).moving(message);
                 reduce = reduce.encoded(self.strategy.gradients);
                 let mut needs = vec![complete];

@@ -20,7 +20,8 @@ pub struct Mesh {
     /// Number of ranks that share every product (tensor parallelism).
     pub tp: u32,
     /// Number of ranks that share the experts of a layer. They are neighbours in one shard group,
-    /// so this divides `dp_shard` x `cp`.
+    /// so this divides `dp_shard` x `cp`. Where that is 1, they are neighbouring replicas, and this
+    /// divides `dp_replicate`.
     pub ep: u32,
 }
 
@@ -224,6 +225,16 @@ impl Mesh {
         let (first, stride) = self.progression(rank, axis);
         let count = self.degree(axis);
         Group { ranks: (0..count).map(|i| first + i * stride).collect(), index: (rank - first) / stride }
+    }
+
+    /// The ranks along [`Axis::Data`] that hold the same experts as `rank`, if nothing is sharded.
+    pub fn expert_replicas(&self, rank: u32) -> Group {
+        let Group { ranks, index } = self.group(rank, Axis::Data);
+        let place = index % self.ep;
+        Group {
+            ranks: ranks.into_iter().skip(place as usize).step_by(self.ep as usize).collect(),
+            index: index / self.ep,
+        }
     }
 
     /// The aligned block of `over` ranks around `rank` in its group along `axis`. A gather over a

@@ -26,7 +26,13 @@ impl Runnable {
 /// that does not divide the model, for example its heads, is refused by the model instead.
 pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
     let context = if on_gpus { mesh.cp } else { 1 };
-    let degrees = [(context, "context parallelism on GPUs"), (mesh.ep, "expert parallelism")];
+    // Experts are divided among processors that share nothing else.
+    let experts = if !on_gpus && [mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp] == [1; 4] { 1 } else { mesh.ep };
+    let lacking = match (mesh.ep > 1, on_gpus) {
+        (true, true) => "expert parallelism on GPUs",
+        _ => "expert parallelism beside shards or another degree",
+    };
+    let degrees = [(context, "context parallelism on GPUs"), (experts, lacking)];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
     let lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
     if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }

@@ -94,6 +94,16 @@ impl<'a> Sizes<'a> {
         each.min(held - u64::from(chunk) * each) * u64::from(width)
     }
 
+    /// Bytes of the message by which a unit's gradient is summed over the data ranks. Where nothing
+    /// is sharded and every rank has other experts, their gradients are complete.
+    pub fn reduced(&self, unit: u32, width: u32) -> u64 {
+        let Mesh { ep, .. } = *self.mesh;
+        let alone = ep > 1 && self.mesh.shard_degree() == 1 && self.mesh.degree(Axis::Data) == ep;
+        let experts = self.model.units[unit as usize].expert_elements.div_ceil(u64::from(ep));
+        let elements = self.trained(unit, 1) - if alone { experts.min(self.trained(unit, 1)) } else { 0 };
+        elements * u64::from(width)
+    }
+
     /// Bytes of a unit's gradient before it is sharded.
     pub fn gradient(&self, unit: u32) -> u64 {
         self.trained(unit, self.strategy.bytes.gradient)

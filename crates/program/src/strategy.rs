@@ -46,7 +46,7 @@ pub struct UnitShape {
     pub work: u64,
     /// Bytes of keys and values, which the ring of context parallelism passes on.
     pub kv_bytes: u64,
-    /// Elements of `flat_elements` that expert parallelism splits.
+    /// Elements of `flat_elements` that expert parallelism splits: those of all experts.
     pub expert_elements: u64,
     /// Bytes that a dispatch to experts sends. A combine sends as many.
     pub expert_bytes: u64,
@@ -387,6 +387,15 @@ pub enum StrategyError {
         "elastic bits need gradients that are summed exactly and in every step: leave out compression and local steps"
     )]
     ElasticApart,
+    /// Experts are spread over replicas, because nothing is sharded, and their degree does not
+    /// divide them.
+    #[error("{experts} expert-parallel ranks do not divide {replicas} replicas: raise dp_replicate to a multiple")]
+    ExpertsOfReplicas {
+        /// Expert-parallel degree.
+        experts: u32,
+        /// Number of replicas.
+        replicas: u32,
+    },
     /// Experts are spread inside a shard group, and their degree does not divide it.
     #[error(
         "{experts} expert-parallel ranks do not divide the shard group of {shards}: raise dp_shard or cp to a multiple"
@@ -562,7 +571,10 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     if !strategy.kind.is_synchronous() && (optimizer.is_some() || parameters.is_some() || gradients.is_some()) {
         return Err(StrategyError::LocalOffload);
     }
-    if mesh.ep > 1 && !shards.is_multiple_of(mesh.ep) {
+    if mesh.ep > 1 && shards == 1 && !mesh.dp_replicate.is_multiple_of(mesh.ep) {
+        return Err(StrategyError::ExpertsOfReplicas { experts: mesh.ep, replicas: mesh.dp_replicate });
+    }
+    if mesh.ep > 1 && shards > 1 && !shards.is_multiple_of(mesh.ep) {
         return Err(StrategyError::Experts { experts: mesh.ep, shards });
     }
     validate_splits(model, mesh, strategy)?;

@@ -119,6 +119,7 @@ fn strategies_that_do_not_fit_say_what_would() {
     says(shards, How { elastic: true, ..plain.clone() }, "data-parallel degree 6");
     says(Mesh { dp_replicate: 0, ..shards }, plain.clone(), "at least 1");
     says(Mesh { ep: 4, ..shards }, plain.clone(), "do not divide the shard group of 6");
+    says(Mesh { ep: 4, ..Mesh::data(6, 1) }, plain.clone(), "do not divide 6 replicas");
     says(Mesh { pp: 8, ..Mesh::default() }, plain.clone(), "the model has 6");
     let interleaved =
         How { pipeline: PipelineSchedule::Interleaved { chunks: 2 }.into(), accumulation_steps: 3, ..plain.clone() };
@@ -128,8 +129,14 @@ fn strategies_that_do_not_fit_say_what_would() {
     assert_eq!(error, "rank 6 is not in a mesh of 6 ranks, 0 to 5");
     let mesh = Mesh { pp: 2, tp: 4, cp: 2, ep: 2, ..Mesh::default() };
     let words = "priced, not runnable yet: the engine has no context parallelism on GPUs (degree 2), \
-                 no expert parallelism (degree 2)";
+                 no expert parallelism on GPUs (degree 2)";
     assert_eq!(runnable(&mesh, true).to_string(), words);
+    let beside = "the engine has no expert parallelism beside shards or another degree (degree 2)";
+    assert!(runnable(&mesh, false).to_string().ends_with(beside));
+    let replicas = Mesh { ep: 2, ..Mesh::data(4, 1) };
+    assert_eq!(runnable(&replicas, false), Runnable::Yes);
+    assert!(!runnable(&replicas, true).is_yes());
+    assert!(!runnable(&Mesh { ep: 2, ..Mesh::data(1, 4) }, false).is_yes());
     assert_eq!(runnable(&Mesh { ep: 1, ..mesh }, false), Runnable::Yes);
     assert_eq!(runnable(&shards, true), Runnable::Yes);
 }

@@ -2,7 +2,11 @@
 //! ragged groups of rows. See [`trainyard_tensor::ops::experts`].
 
 use super::prelude::*;
-use trainyard_tensor::ops::experts::{self, BalanceFactors, Router, Routes};
+use crate::AutogradError;
+use std::fmt;
+use std::sync::Arc;
+use trainyard_tensor::ops::experts::{self, BalanceFactors, Groups, Router, Routes};
+use trainyard_tensor::{DType, Device, Purpose};
 
 /// Logits of a router; inputs are x, w.
 #[derive(Clone, Debug)]
@@ -22,16 +26,141 @@ pub struct Dispatch {
     places: Tensor,
 }
 
+/// The way of rows between the ranks that share experts; the input is x.
+#[derive(Clone, Debug)]
+pub struct ExchangeRows {
+    traffic: Traffic,
+    to: Direction,
+}
+
 /// The products of groups of rows; inputs are x, w.
 #[derive(Clone, Debug)]
 pub struct RaggedLinear {
-    bounds: Tensor,
+    groups: Groups,
 }
 
 /// Weighted sums of experts' rows; inputs are rows, weights, and the residual where present.
 #[derive(Clone, Debug)]
 pub struct Combine {
     places: Tensor,
+}
+
+/// Exchanges rows between the ranks that share the experts of a layer. All of them call the same
+/// methods in the same order, in forward and in backward.
+pub trait RowExchange: Send + Sync + fmt::Debug {
+    /// The number of ranks.
+    fn ranks(&self) -> usize;
+
+    /// Sends equally many of `own` to each rank, in the order of the ranks, and returns the parts
+    /// that the ranks sent, in the same order.
+    ///
+    /// # Errors
+    /// The exchange failed.
+    fn counts(&self, own: &[i32]) -> Result<Vec<i32>>;
+
+    /// Sends the next `sends[j]` rows of `from` to each rank j, and receives `receives[j]` rows
+    /// from it into the next rows of `to`. Rows of both behind these are left alone.
+    ///
+    /// # Errors
+    /// The exchange failed.
+    fn rows(&self, from: &Tensor, sends: &[usize], to: &mut Tensor, receives: &[usize]) -> Result<()>;
+}
+
+/// The side that rows go to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Direction {
+    /// From the ranks of tokens to those of experts.
+    Experts,
+    /// Back.
+    Tokens,
+}
+
+/// The rows of a micro-batch that a rank exchanges with those that share its experts: one way
+/// before the experts and the other way after them.
+#[derive(Clone)]
+pub struct Traffic {
+    /// None on a device without data, where every rank receives as many rows as it has.
+    exchange: Option<Arc<dyn RowExchange>>,
+    /// Per rank, the rows that go to its experts, and those that come from it.
+    sends: Vec<usize>,
+    receives: Vec<usize>,
+    /// The rows of buffers on the side of tokens and on that of experts.
+    rows: [usize; 2],
+}
+
+impl fmt::Debug for Traffic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Traffic({:?} to {:?})", self.sends, self.receives)
+    }
+}
+
+impl Traffic {
+    /// Tells the other ranks how many rows come to each of their experts, and learns from them how
+    /// many come here. `bounds` i32 [E + 1] are those of all E experts; rank r of R has experts
+    /// `r E / R..(r + 1) E / R`. `rows` is the size of the buffer of rows that the bounds are of.
+    ///
+    /// Returns the groups of the rows that arrive, with the ranks as sources. Without an `exchange`
+    /// there is no data, and `ranks` ranks send each other equally much.
+    ///
+    /// # Errors
+    /// Experts that cannot be divided; data but no exchange; the exchange failed.
+    pub fn announce(
+        bounds: &Tensor,
+        rows: usize,
+        exchange: Option<&Arc<dyn RowExchange>>,
+        ranks: usize,
+    ) -> Result<(Traffic, Groups)> {
+        let (device, experts) = (bounds.device(), bounds.elements().saturating_sub(1));
+        let fits = experts.is_multiple_of(ranks.max(1)) && exchange.is_none_or(|exchange| exchange.ranks() == ranks);
+        if ranks == 0 || !fits {
+            return Err(AutogradError::Exchange(format!("{experts} experts over {ranks} ranks: no whole number each")));
+        }
+        let ints = |elements: usize| device.empty([elements], DType::I32, Purpose::Activations);
+        if device.is_meta() {
+            let traffic = Traffic { exchange: None, sends: Vec::new(), receives: Vec::new(), rows: [rows; 2] };
+            return Ok((traffic, Groups { bounds: ints(experts + 1)?, sources: ranks }));
+        }
+        let Some(exchange) = exchange else {
+            let what = "a rank with some of the experts runs them together with the ranks of the others".to_owned();
+            return Err(AutogradError::Exchange(what));
+        };
+        let own: Vec<i32> = bounds.to_vec::<i32>()?.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let arriving = exchange.counts(&own)?;
+        let of_rank = |counts: &[i32]| -> Vec<usize> {
+            let each = counts.chunks((experts / ranks).max(1));
+            each.map(|counts| counts.iter().map(|count| usize::try_from(*count).unwrap_or(0)).sum()).collect()
+        };
+        let (sends, receives) = (of_rank(&own), of_rank(&arriving));
+        let mut ends = Vec::with_capacity(experts + 1);
+        ends.push(0);
+        for count in &arriving {
+            ends.push(ends[ends.len() - 1] + count);
+        }
+        let mut bounds = ints(experts + 1)?;
+        bounds.write(&ends)?;
+        // A tensor has at least one row. Where none arrives, it is nobody's.
+        let rows = [rows, receives.iter().sum::<usize>().max(1)];
+        let traffic = Traffic { exchange: Some(Arc::clone(exchange)), sends, receives, rows };
+        Ok((traffic, Groups { bounds, sources: ranks }))
+    }
+
+    /// The rows of `from` on the other side. Rows that nobody sends are zeros.
+    fn run(&self, from: &Tensor, to: Direction) -> Result<Tensor> {
+        let (rows, sends, receives) = match to {
+            Direction::Experts => (self.rows[1], &self.sends, &self.receives),
+            Direction::Tokens => (self.rows[0], &self.receives, &self.sends),
+        };
+        let device: &Device = from.device();
+        let mut arrived = device.empty([rows, from.last_dim()], from.dtype(), Purpose::Activations)?;
+        if let Some(exchange) = &self.exchange {
+            let end: usize = receives.iter().sum();
+            if end < rows {
+                arrived.narrow(end..rows)?.fill_zero()?;
+            }
+            exchange.rows(from, sends, &mut arrived, receives)?;
+        }
+        Ok(arrived)
+    }
 }
 
 impl Tape<'_> {
@@ -73,12 +202,22 @@ impl Tape<'_> {
         self.record_one(function, &[x.into()], y, |tape| vec![tape.save(x)])
     }
 
-    /// `x w[e]ᵀ` for the rows of each expert e: x [r, k], w [E n, k], bounds i32 [E + 1], result
-    /// [r, n].
-    pub fn ragged_linear(&mut self, x: &Var, w: ParamId, bounds: &Tensor) -> Result<Var> {
+    /// The rows of x [r, d] on the side of experts or of tokens: those that the ranks of `traffic`
+    /// send.
+    ///
+    /// # Errors
+    /// The exchange failed.
+    pub fn exchange_rows(&mut self, x: &Var, traffic: &Traffic, to: Direction) -> Result<Var> {
+        let y = traffic.run(x.tensor(), to)?;
+        let function = ExchangeRows { traffic: traffic.clone(), to };
+        self.record_one(function, &[x.into()], y, |_| Vec::new())
+    }
+
+    /// `x w[e]ᵀ` for the rows of each expert e: x [r, k], w [E n, k], result [r, n].
+    pub fn ragged_linear(&mut self, x: &Var, w: ParamId, groups: &Groups) -> Result<Var> {
         let weight = self.parameter(w)?;
-        let y = experts::ragged_linear(x.tensor(), &weight.value, bounds)?;
-        let function = RaggedLinear { bounds: bounds.clone() };
+        let y = experts::ragged_linear(x.tensor(), &weight.value, groups)?;
+        let function = RaggedLinear { groups: groups.clone() };
         self.record_one(function, &[x.into(), w.into()], y, |tape| vec![tape.save(x)])
     }
 
@@ -146,17 +285,30 @@ impl Differentiable for Dispatch {
     }
 }
 
+impl Differentiable for ExchangeRows {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
+        // All ranks come here, whatever gradients they want.
+        let to = match self.to {
+            Direction::Experts => Direction::Tokens,
+            Direction::Tokens => Direction::Experts,
+        };
+        let dx = self.traffic.run(&dy, to)?;
+        cx.add_gradient(0, dx)
+    }
+}
+
 impl Differentiable for RaggedLinear {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
         cx.leave(Some(&dy), &[0]);
         if let Some(mut dw) = cx.gradient_target(1)? {
             let x = cx.saved(0)?;
-            experts::ragged_weight_gradient(&dy, &x, &self.bounds, (&mut dw.tensor, dw.overwrite))?;
+            experts::ragged_weight_gradient(&dy, &x, &self.groups, (&mut dw.tensor, dw.overwrite))?;
         }
         if cx.wants(0)? {
             let weight = cx.parameter(1)?;
-            cx.add_gradient(0, experts::ragged_input_gradient(&dy, &weight.value, &self.bounds)?)?;
+            cx.add_gradient(0, experts::ragged_input_gradient(&dy, &weight.value, &self.groups)?)?;
         }
         Ok(())
     }

@@ -21,6 +21,7 @@ mod norm;
 mod plain;
 mod pointwise;
 
+pub use experts::{Direction, RowExchange, Traffic};
 pub use linear::LinearOptions;
 pub use norm::Gains;
 
@@ -130,6 +131,7 @@ functions! {
     RouterLogits(experts::RouterLogits):        "router_logits",        "x",                                 "2 m E d; 4 m E d",         kept;
     Route(experts::Route):                      "route",                "logits, choices, counts",           "8 m E; 20 m E",            kept;
     Dispatch(experts::Dispatch):                "dispatch",             "x",                                 "0; m k d",                 recomputed;
+    ExchangeRows(experts::ExchangeRows):        "exchange_rows",        "nothing",                           "0; 0",                     kept;
     RaggedLinear(experts::RaggedLinear):        "ragged_linear",        "x",                                 "2 m n k; 4 m n k",         kept;
     Combine(experts::Combine):                  "combine",              "rows, weights",                     "2 m k d; 3 m k d",         kept;
     // The plain functions, n elements of the operand, one row for each kind.

@@ -16,6 +16,9 @@ use crate::error::{DataError, Result};
 /// Names that models give their end-of-text token, the most telling first.
 const EOS_NAMES: [&str; 7] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>"];
 
+/// The first byte of a token in its text, and the one behind its last.
+pub(super) type Place = (usize, usize);
+
 /// A loaded `tokenizer.json`.
 pub(super) struct HuggingFace {
     inner: tokenizers::Tokenizer,
@@ -114,7 +117,7 @@ impl HuggingFace {
     }
 
     /// The tokens of a text, and the bytes that each is made of.
-    pub(super) fn encode_with_places(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+    pub(super) fn encode_with_places(&self, text: &str) -> Result<(Vec<u32>, Vec<Place>)> {
         let encoding = self.inner.encode(text, false).map_err(|e| {
             let what = format!("could not encode a text ({e})");
             DataError::tokenizer(&self.origin, what, "check that its unknown token is in its vocabulary")

@@ -2,6 +2,7 @@
 
 use super::resolve::Resolver;
 use super::sections::*;
+use super::sections_fine_tuning::AdapterMethod;
 use super::sections_parallel::*;
 use super::{Batch, Cuts, DeviceKind, Inputs, ModelSource, Reshard};
 use crate::shape::known_schedule;
@@ -28,6 +29,8 @@ pub struct Parallel {
     pub tensor: usize,
     /// True if these ranks divide the rows of norms and residuals too.
     pub sequence: bool,
+    /// Ranks that share the experts of every layer: neighbouring replicas.
+    pub experts: usize,
     /// Pipeline stages.
     pub pipeline: usize,
     /// The order of forwards and backwards of a pipeline.
@@ -60,13 +63,14 @@ impl Parallel {
 /// `8 ranks = 2 stages x 2 replicas x 2 shards, ZeRO stage 3`; without a pipeline no stages.
 impl fmt::Display for Parallel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Parallel { ranks, pipeline, replicate, shard, context, tensor, zero_stage, .. } = self;
+        let Parallel { ranks, pipeline, replicate, shard, context, tensor, experts, zero_stage, .. } = self;
         let stages = if *pipeline > 1 { format!("{pipeline} stages x ") } else { String::new() };
         let sequence = if *context > 1 { format!(" x {context} parts of every sequence") } else { String::new() };
         let parts = if *tensor > 1 { format!(" x {tensor} parts of every product") } else { String::new() };
+        let experts = if *experts > 1 { format!(", experts over {experts} of them") } else { String::new() };
         write!(
             f,
-            "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{sequence}{parts}, ZeRO stage {zero_stage}"
+            "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{sequence}{parts}{experts}, ZeRO stage {zero_stage}"
         )
     }
 }
@@ -92,14 +96,6 @@ impl Resolver {
         let (schedule, chunks) = self.pipeline(&section, pipeline);
         self.cuts(&section, pipeline, schedule, chunks, inputs);
         let (context, balanced) = self.context(&section);
-        let experts = section.expert_parallel_degree;
-        if experts != 1 {
-            let message = format!(
-                "parallel.expert_parallel_degree = {experts} does not run yet, though `trainyard plan` prices it: leave it at 1, and \
-                 let parallel.tensor_parallel_degree or parallel.zero_stage divide the experts"
-            );
-            self.problem("parallel.expert_parallel_degree", message);
-        }
         let (tensor, sequence) = self.tensor(&section);
         let (replicate, shard) = self.degrees(&section, [pipeline, context, tensor], inputs);
         let (stage, because) = match shard {
@@ -122,6 +118,7 @@ impl Resolver {
             balanced,
             tensor,
             sequence,
+            experts: 1,
             pipeline,
             schedule,
             chunks,
@@ -133,6 +130,7 @@ impl Resolver {
             elastic: self.config.training.elastic_bits,
         };
         self.gathers(&section, &mut parallel);
+        parallel.experts = self.expert_degree(&section, &parallel);
         let whole = matches!(self.config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
         if stage >= 1 && shard * context > 1 && whole {
             let message = format!(
@@ -143,6 +141,44 @@ impl Resolver {
             self.problem("optimizer.name", message);
         }
         parallel
+    }
+
+    /// The expert-parallel degree.
+    fn expert_degree(&mut self, section: &ParallelSection, parallel: &Parallel) -> usize {
+        let (key, degree) = ("parallel.expert_parallel_degree", section.expert_parallel_degree);
+        self.count(key, Some(degree as u64), 1, RANKS_MAX);
+        let degree = degree.clamp(1, RANKS_MAX as usize);
+        if degree == 1 {
+            return 1;
+        }
+        let config = &self.config;
+        let Parallel { replicate, pipeline, context, tensor, zero_stage, elastic, .. } = *parallel;
+        let whole_matrices = matches!(config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+        let lacks = [
+            (tensor > 1, "parallel.tensor_parallel_degree = 1"),
+            (context > 1, "parallel.context_parallel_degree = 1"),
+            (pipeline > 1, "parallel.pipeline_parallel_degree = 1"),
+            (zero_stage > 0, "parallel.zero_stage = 0"),
+            (elastic, "training.elastic_bits = false"),
+            (config.update.rule != UpdateRule::Synchronous, "update.rule = \"synchronous\""),
+            (config.compression.gradients != CompressionCodec::None, "compression.gradients = \"none\""),
+            (config.offload.gradients != OffloadTier::None, "memory.offload.gradients = \"none\""),
+            (config.fine_tuning.adapter != AdapterMethod::None, "fine_tuning.adapter = \"none\""),
+            (matches!(config.compute.device, DeviceKind::Cuda(_)), "compute.device = \"cpu\""),
+            (whole_matrices, "optimizer.name = \"adamw\", \"sgd\" or \"lion\", because ranks hold parts of matrices"),
+        ];
+        let lacks: Vec<&str> = lacks.iter().filter(|(asked, _)| *asked).map(|(_, need)| *need).collect();
+        if !lacks.is_empty() {
+            let message = format!("{key} = {degree} does not run with these settings: set {}", lacks.join("; "));
+            self.problem(key, message);
+        } else if !replicate.is_multiple_of(degree) {
+            let message = format!(
+                "{key} = {degree} divides experts among neighbouring data ranks, of which there are {replicate}: make \
+                 parallel.ranks a multiple of {degree}"
+            );
+            self.problem(key, message);
+        }
+        degree
     }
 
     /// The schedule of a pipeline of `stages`, and the stretches of layers per stage.

@@ -115,8 +115,9 @@ section! {
         /// that all have equal work under the causal mask. Unset: true.
         #[elsewhere("context_parallel_load_balancer")]
         context_parallel_load_balance: Option<bool> = None;
-        /// Number of ranks that share the experts of a layer. Only 1 runs; `trainyard plan` prices
-        /// others.
+        /// Number of neighbouring data ranks that share the experts of every layer, each with
+        /// equally many. Runs on processors with `zero_stage` 0 and the other degrees at 1;
+        /// `trainyard plan` prices others.
         #[elsewhere("expert_model_parallel_size", "ep_size", "moe_ep_size")]
         expert_parallel_degree: usize = 1;
     }

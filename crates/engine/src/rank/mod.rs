@@ -15,6 +15,7 @@ mod averages;
 mod dead_units;
 mod events;
 mod exchanges;
+mod forwards;
 mod graphs;
 mod ledger;
 mod messages;
@@ -34,6 +35,7 @@ pub use step::{Launches, StepOutcome, StepSettings};
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
 use crate::encoded::{CodeRounding, EncodedSums, Moment, UnitExtents};
+use crate::experts::ExpertExchange;
 use crate::faults::Faults;
 use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
 use crate::health::SpikeLimits;
@@ -53,9 +55,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use step::RunningStep;
-use trainyard_autograd::{ParamId, Tape, Var};
+use trainyard_autograd::ParamId;
 use trainyard_comm::{Communicator, Position};
-use trainyard_model::{Batch, Forward, Model, TensorSplit, UnitLayout};
+use trainyard_model::{Batch, Model, TensorSplit, UnitLayout};
 use trainyard_program::{Action, Axis, Encoding, Instruction, Lane, Program};
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device, Tensor};
@@ -81,6 +83,9 @@ pub struct Rank {
     tensor_link: Link,
     /// The link of the inner lane to the context-parallel group.
     context_link: Link,
+    /// The exchange of rows with the ranks that have other experts; None if this rank has all, or
+    /// has no data.
+    experts: Option<Arc<ExpertExchange>>,
     alarm: Option<Communicator>,
     /// True if the GPU exchanges tensors by NCCL. Such an exchange may fail after the host has
     /// launched it.
@@ -254,7 +259,9 @@ impl Rank {
         reduce_dtype: DType,
         seed: u64,
     ) -> Rank {
+        let experts = Some(&links.compute.experts).filter(|link| link.size() > 1 && !device.is_meta());
         Rank {
+            experts: experts.map(|link| Arc::new(ExpertExchange::new(link.clone()))),
             device: device.clone(),
             model,
             undivided: None,
@@ -296,7 +303,8 @@ impl Rank {
     pub fn needs_others(&self) -> bool {
         let holding = self.parameters.holding();
         let all = (0..self.model.units().len()).all(|unit| holding.runs(unit));
-        self.parameters.is_sharded() || !all || self.model.tensor_split().ranks > 1
+        let parts = self.model.tensor_split().ranks * self.model.expert_split().ranks;
+        self.parameters.is_sharded() || !all || parts > 1
     }
 
     /// The logits of the last token from those that this rank has, for all ranks: the last stage
@@ -388,98 +396,12 @@ impl Rank {
         self.parameters.refresh_copies(&lock(&self.compute_links).shard)
     }
 
-    /// Runs the forward of every unit on one tape, for evaluation and generation. Sharded
-    /// parameters of a unit are gathered only while it runs. All ranks of a shard group call this
-    /// together, each on its own batch, and so do all stages of a pipeline, on the same batch. The
-    /// result is None on stages that do not run the last unit.
-    pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>) -> Result<Option<Var>> {
-        let links = lock(&self.compute_links);
-        let holding = self.parameters.holding();
-        let comes_and_goes = self.parameters.is_sharded() || self.parameters.is_offloaded();
-        let model = self.inference_model();
-        let units = model.units().len();
-        model.begin_forward(tape, cx)?;
-        let mut x: Option<Var> = None;
-        for unit in (0..units).filter(|unit| holding.runs(*unit)) {
-            if let Some(below) = unit.checked_sub(1).filter(|below| !holding.runs(*below)) {
-                let from = holding.stage_of(below) as usize;
-                let received = links.pipeline.receive_rows(&self.device, self.parameters.compute(), from)?;
-                x = Some(tape.constant(received));
-            }
-            let bring = |unit| self.bring_whole(unit, &links.shard);
-            self.reads(unit).filter(|_| comes_and_goes).try_for_each(bring)?;
-            x = Some(self.forward_unit(unit, tape, cx, x, &links.tensor)?);
-            self.reads(unit).filter(|_| comes_and_goes).try_for_each(|unit| self.let_go(unit))?;
-            let above = unit + 1;
-            if above < units && !holding.runs(above) {
-                let output = x.take().expect("a unit has an output");
-                links.pipeline.send_rows(output.tensor(), holding.stage_of(above) as usize)?;
-            }
-        }
-        model.end_forward(cx);
-        Ok(x)
-    }
-
-    /// Runs the forward of a unit. The ranks of a tensor-parallel group exchange between its
-    /// segments.
-    fn forward_unit(
-        &self,
-        unit: usize,
-        tape: &mut Tape<'_>,
-        cx: &mut Forward<'_>,
-        input: Option<Var>,
-        group: &Link,
-    ) -> Result<Var> {
-        let unit = &self.inference_model().units()[unit];
-        let Some(segments) = unit.segments() else { return Ok(unit.forward(tape, cx, input.as_ref())?) };
-        let mut values: Vec<Option<Var>> = vec![None; segments.values.len()];
-        if let (Some(value), Some(input)) = (segments.input, input) {
-            values[value] = Some(input);
-        }
-        for (number, segment) in segments.segments.iter().enumerate() {
-            for exchange in segments.exchanges.iter().filter(|exchange| segment.takes.contains(&exchange.to)) {
-                if values[exchange.to].is_none() {
-                    let from = values[exchange.from].take().expect("a segment before gives it");
-                    let (_, change) = segments.change(*exchange);
-                    let changed = exchanges::change(from.tensor(), change, group)?;
-                    values[exchange.to] = Some(tape.constant(changed));
-                }
-            }
-            let takes = segment.takes.iter().map(|value| values[*value].take().expect("a segment before gives it"));
-            let gives = unit.forward_segment(number, tape, cx, &takes.collect::<Vec<_>>())?;
-            for (value, given) in segment.gives.iter().zip(gives) {
-                values[*value] = Some(given);
-            }
-        }
-        Ok(values.pop().flatten().expect("the last value is the unit's output"))
-    }
-
     /// The group that an exchange between segments is with.
     fn inner_link(&self, action: Action) -> &Link {
         match action {
             Action::Exchange { axis: Axis::Context, .. } => &self.context_link,
             _ => &self.tensor_link,
         }
-    }
-
-    /// The units whose parameters `unit` reads.
-    fn reads(&self, unit: usize) -> impl Iterator<Item = usize> {
-        let borrowed = self.model.units()[unit].borrowed().iter().map(|id| id.unit as usize);
-        [unit].into_iter().chain(borrowed)
-    }
-
-    /// Joins a forward of the shard group without a batch: it only takes part in the gathers.
-    pub fn forward_nothing(&self) -> Result<()> {
-        if !self.parameters.is_sharded() {
-            return Ok(());
-        }
-        let links = lock(&self.compute_links);
-        let runs = (0..self.model.units().len()).filter(|unit| self.parameters.holding().runs(*unit));
-        for unit in runs.flat_map(|unit| self.reads(unit)) {
-            self.bring_whole(unit, &links.shard)?;
-            self.let_go(unit)?;
-        }
-        Ok(())
     }
 
     /// This rank's index among the ranks with different data, and their number.
@@ -587,6 +509,10 @@ impl Rank {
             Box::new(move |number, instruction| between_stages(&links.receive, number, instruction));
         let inner: Handler<'_, EngineError> = Box::new(|number, instruction| {
             perform(number, instruction, &mut |at| {
+                if let Action::Exchange { axis: Axis::Expert, .. } = instruction.action {
+                    // The pass before has exchanged its rows.
+                    return Ok(());
+                }
                 let link = rank.inner_link(instruction.action);
                 link.post(at);
                 step.exchanges().run(instruction.action, link)
@@ -613,7 +539,10 @@ impl Rank {
                 if matches!(instruction.action, Action::Clip { .. }) {
                     lock(&rank.compute_links).post(at);
                 }
-                rank.compute(number, instruction, step)?;
+                if let Some(experts) = &rank.experts {
+                    experts.post(at);
+                }
+                rank.compute(number, instruction, step).map_err(|error| rank.experts_failed(error))?;
                 rank.after(step, number)
             })
         };
@@ -668,7 +597,9 @@ impl Rank {
         let began = Instant::now();
         self.positions.enter(lane, at);
         let struck = self.faults.as_ref().map_or(Ok(()), |f| f.strike(program.rank, at, self.alarm.as_ref()));
-        if program.mesh.ranks() > 1 && waits_for_others(instruction) {
+        let is_pass = matches!(instruction.action, Action::Forward { .. } | Action::Backward { .. });
+        let joins = self.experts.is_some() && is_pass;
+        if program.mesh.ranks() > 1 && (joins || waits_for_others(instruction)) {
             self.positions.now(lane, Doing::Exchanging);
         }
         let result = struck.and_then(|()| body(at));

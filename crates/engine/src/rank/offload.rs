@@ -10,7 +10,7 @@ use crate::state::{lock, overlap};
 use crate::tier::Stored;
 use std::ops::Range;
 use trainyard_autograd::ParamId;
-use trainyard_program::{Action, Instruction, State};
+use trainyard_program::{Action, Axis, Instruction, State};
 use trainyard_tensor::{Device, Tensor, Usage};
 
 /// The parameters that are set.
@@ -219,6 +219,8 @@ impl Rank {
                 Action::Fetch { unit, state: State::Gradients } | Action::Reduce { unit, .. } => {
                     self.gradients.take(unit as usize)?;
                 }
+                // Passes take the memory for the rows of experts.
+                Action::Exchange { axis: Axis::Expert, .. } => {}
                 action @ Action::Exchange { .. } => step.exchanges().take(action, self.inner_link(action).size())?,
                 Action::Recv { .. } => step.take_message(&self.device, *number, self.parameters.compute())?,
                 other => return Err(cannot(other)),
@@ -237,6 +239,7 @@ impl Rank {
                     step.offloaded_activations().give_back((unit, micro_batch));
                 }
                 Action::Evict { unit, state: State::Gradients, .. } => self.gradients.leave(unit as usize),
+                Action::Exchange { axis: Axis::Expert, .. } => {}
                 action @ Action::Exchange { .. } => step.exchanges().forget(action),
                 Action::Send { unit, micro_batch, phase, .. } => step.messages().forget((phase, unit, micro_batch)),
                 _ => {}

@@ -293,6 +293,7 @@ impl<'a> Pass<'a> {
         let takes: Vec<Var> = values.iter().zip(takes).map(place).collect();
         let mut cx = Forward::training(&batch, rank.loss_scale(step));
         cx.routing = first.then_some(&mut self.passes.routing);
+        cx.experts = rank.row_exchange();
         let module = &rank.model.units()[unit as usize];
         let gives = match program.split_of(unit) {
             Some(_) => module.forward_segment(segment as usize, &mut tape, &mut cx, &takes)?,

@@ -65,6 +65,9 @@ pub struct StepOutcome {
     pub comm: Duration,
     /// The part of `comm` that the compute lane waited for.
     pub comm_exposed: Duration,
+    /// Bytes of rows that this rank sent to the experts of other ranks and back from its own, in
+    /// forwards and backwards.
+    pub expert_bytes: u64,
     /// Time that this rank spent moving state from and to its tiers.
     pub tiers: Duration,
     /// The part of `tiers` that the compute lane waited for.
@@ -377,6 +380,11 @@ impl Rank {
             1 => chunks,
             _ => by_rank(gather_by_unit(&chunks, &links.tensor)?),
         };
+        // Each rank has chunks of its own experts, and the first those of everything else too.
+        let chunks = match links.experts.size() {
+            1 => chunks,
+            _ => by_rank(gather_by_unit(&chunks, &links.experts)?),
+        };
         let squares = over_stages(chunks, &links.pipeline)?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
         let losses = links.summed.all_gather_numbers(&losses)?;
@@ -388,12 +396,14 @@ impl Rank {
         drop(links);
         let exchanged = if step.program.ranks_of_norm().len() > 1 { summed.elapsed() } else { Duration::ZERO };
 
+        let traffic = self.experts.as_ref().map(|experts| experts.take_traffic()).unwrap_or_default();
         let core = &mut *lock(&self.core);
         let scale = core.scaler.scale();
         let norm = squares.sqrt() / scale;
         let mut outcome = lock(&step.outcome);
-        outcome.comm += exchanged;
-        outcome.comm_exposed += exchanged;
+        outcome.comm += exchanged + traffic.time;
+        outcome.comm_exposed += exchanged + traffic.time;
+        outcome.expert_bytes = traffic.sent_bytes;
         outcome.loss = losses.iter().sum::<f64>() / scale;
         outcome.gradient_norm = norm;
         let in_range = amax.as_ref().is_none_or(|amax| amax.iter().all(|most| most.is_finite()));

@@ -114,6 +114,7 @@ impl Layout {
                         let writes = Writes {
                             replica,
                             replicas: self.replicas,
+                            of_experts: (0, 1),
                             first_of_tensor_group: rank == 0,
                             of_lower_stages: if stage > 0 { BTreeSet::from([0]) } else { BTreeSet::new() },
                         };

@@ -122,7 +122,9 @@ impl GradientState {
             let state = Mutex::new(State { resident, ..State::default() });
             let begin = offset;
             offset += aligned(4 * range.len() as u64);
-            let counted = counted(specs, &layout, model.tensor_split().rank);
+            // Ranks divide products or experts, not both.
+            let part = model.tensor_split().rank.max(model.expert_split().rank);
+            let counted = counted(specs, &layout, part);
             let shared = shared(specs, &layout);
             Ok(UnitGradients { layout, shapes, range, read, counted, shared, offset: begin, on_host, state })
         };
@@ -321,7 +323,18 @@ impl GradientState {
         };
         unit.complete(&mut fresh)?;
         let mut own = self.holding.own(&unit.layout);
-        let mut sum = reduce(number, &mut fresh.flat, own.clone(), reduction, links)?;
+        let experts = unit.layout.experts();
+        let mut sum = if experts.is_empty() {
+            reduce(number, &mut fresh.flat, own.clone(), reduction, links, &links.replicate)?
+        } else {
+            // Nothing is sharded. Each rank has the rows of all that chose its experts, so their
+            // gradients are summed over ranks with the same experts only.
+            for (part, replicate) in [(0..experts.start, &links.replicate), (experts.clone(), &links.expert_replicas)] {
+                let mut flat = fresh.flat.view(part.start, [part.len()])?;
+                reduce(number, &mut flat, 0..part.len(), reduction, links, replicate)?;
+            }
+            fresh.flat.view(own.start, [own.len()])?
+        };
         let summed = self.holding.summed(&unit.layout);
         if summed.len() > own.len() {
             // Nothing is sharded, and several ranks divide the sequences: each needs the whole sum.
@@ -482,7 +495,7 @@ impl GradientState {
 }
 
 /// The elements of a unit's flat buffer that count in the norm on rank `rank` of the
-/// tensor-parallel group; None if all do.
+/// tensor-parallel or expert-parallel group; None if all do.
 fn counted(specs: &[ParameterSpec], layout: &UnitLayout, rank: usize) -> Option<Vec<Range<usize>>> {
     let is_whole = |spec: &ParameterSpec| match spec.counted_runs(rank).as_slice() {
         [run] => *run == (0..spec.elements()),

@@ -37,6 +37,9 @@ pub struct Holding {
     pub context: (usize, usize),
     /// Index of this rank in its tensor-parallel group.
     pub tensor: usize,
+    /// Index of this rank among those that hold the same experts, and their number, where ranks
+    /// divide experts; else (0, 1).
+    pub experts: (usize, usize),
     /// The units that a lower pipeline stage holds as well, because this one borrows them.
     pub of_lower_stages: Arc<BTreeSet<usize>>,
     /// Full or shard, for each kind of state.
@@ -57,6 +60,7 @@ impl Holding {
             data: (0, 1),
             context: (0, 1),
             tensor: 0,
+            experts: (0, 1),
             of_lower_stages: Arc::default(),
             placement: Placement::WHOLE,
             shard: 0,
@@ -71,6 +75,7 @@ impl Holding {
         let units = (0..program.units.len() as u32).map(|unit| holds.binary_search(&unit).is_ok()).collect();
         let (shard, shards) = (group.index as usize, group.ranks.len());
         let at = program.mesh.coordinates(program.rank);
+        let experts = program.mesh.expert_replicas(program.rank);
         let stages = (0..program.units.len() as u32).map(|unit| program.stage_of(unit)).collect();
         let stage = program.stage();
         let lower = |unit: &u32| program.holders(*unit).first().is_some_and(|first| *first < stage);
@@ -82,6 +87,7 @@ impl Holding {
             data: (program.mesh.data_rank(program.rank) as usize, program.mesh.data_parallel() as usize),
             context: (at.cp as usize, program.mesh.cp as usize),
             tensor: at.tp as usize,
+            experts: (experts.index as usize, experts.ranks.len()),
             of_lower_stages,
             placement: program.placement,
             shard,

@@ -62,6 +62,7 @@ const GPT2: &[&str] = &["model.family=gpt2"];
 const NO_SHAPE: &[&str] =
     &["model.path={F}/hf", "model.dim=auto", "model.layers=auto", "model.heads=auto", "tokenizer.kind=auto"];
 const MIXTURE: &[&str] = &["model.family=mixtral"];
+const MIXTURE_OF_TWO: &[&str] = &["model.family=mixtral", "parallel.ranks=2"];
 const LINEAR: &[&str] = &["model.rope_scaling=linear", "model.rope_factor=2"];
 const LLAMA3: &[&str] = &[
     "model.rope_scaling=llama3",
@@ -342,7 +343,7 @@ pub const ROWS: &[Row] = &[
         &["parallel.sequence_parallel=false"],
         Program,
     ),
-    row("parallel.expert_parallel_degree", TWO, &["parallel.expert_parallel_degree=2"], Refused("does not run yet")),
+    row("parallel.expert_parallel_degree", MIXTURE_OF_TWO, &["parallel.expert_parallel_degree=2"], Program),
     row("parallel.context_parallel_degree", TWO, &["parallel.context_parallel_degree=2"], Program),
     row(
         "parallel.context_parallel_load_balance",

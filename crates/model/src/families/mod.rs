@@ -21,7 +21,7 @@ use crate::hf::{ConfigError, Keys, Written};
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::rope::RopeTables;
 use crate::spec::ModelSpec;
-use crate::split::{Cut, Division};
+use crate::split::{Cut, Division, ExpertSplit};
 use crate::unit::{Slots, Unit};
 use crate::units::Block;
 use crate::{ModelError, Result};
@@ -147,17 +147,22 @@ pub trait Definition: Send + Sync {
         if let Some(division) = share.division {
             block = block.split(division)?;
         }
+        if share.experts.ranks > 1 {
+            block = block.spread(share.experts);
+        }
         Ok(Box::new(if share.on_rows { block.on_rows() } else { block }))
     }
 }
 
-/// The part of a block that one rank has. The default is all of it.
-#[derive(Clone, Copy, Default, Debug)]
+/// The part of a block that one rank has.
+#[derive(Clone, Copy, Debug)]
 pub struct Share<'a> {
     /// The shares of a tensor-parallel group in products; None if they are whole.
     pub division: Option<&'a Division>,
     /// True if the ranks of a context-parallel group divide the rows of every sequence.
     pub on_rows: bool,
+    /// The experts that the rank has.
+    pub experts: ExpertSplit,
 }
 
 /// The sizes from which [`Definition::usual`] makes a description.

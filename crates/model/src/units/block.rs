@@ -7,7 +7,7 @@ use crate::families::{Gains, MlpKind, NormPlaces, Parameters, QkNormKind};
 use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
 use crate::spec::{self, ModelSpec};
-use crate::split::{Division, TensorSplit};
+use crate::split::{Division, ExpertSplit, TensorSplit};
 use crate::unit::{
     Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, require_input, without_segments,
 };
@@ -167,6 +167,15 @@ impl Block {
             experts.split(place.ranks);
         }
         Ok(self)
+    }
+
+    /// The block with the experts of one rank of an expert-parallel group. A block without experts
+    /// stays whole.
+    pub fn spread(mut self, split: ExpertSplit) -> Block {
+        if let Mlp::Experts(experts) = &mut self.mlp {
+            experts.spread(split, &mut self.parameters);
+        }
+        self
     }
 
     /// The same on the rows of one rank of a context-parallel group. Its queries stay where they

@@ -4,15 +4,19 @@
 //! sorted by expert, the products of all experts run over contiguous groups of rows, and the
 //! weighted sum of a token's results comes back to it. No token is dropped unless there is a
 //! capacity. Shared experts see every token (Dai et al. 2024).
+//!
+//! Where ranks divide the experts, rows go to the rank of their expert before the products, and
+//! come back after them.
 
 use crate::Result;
 use crate::families::Parameters;
-use crate::parameter::{Init, ParameterKind};
+use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::spec::{ExpertsSpec, Gate};
+use crate::split::ExpertSplit;
 use crate::unit::{Forward, Output};
-use trainyard_autograd::functions::LinearOptions;
+use trainyard_autograd::functions::{Direction, LinearOptions, Traffic};
 use trainyard_autograd::{ParamId, Tape, Var};
-use trainyard_tensor::ops::experts::{self, BalanceFactors, Router, Routes};
+use trainyard_tensor::ops::experts::{self, BalanceFactors, Groups, Router, Routes};
 
 /// The experts of one block.
 #[derive(Debug)]
@@ -30,6 +34,8 @@ pub(super) struct Experts {
     shared: Option<[ParamId; 2]>,
     capacity_factor: Option<f64>,
     factors: BalanceFactors,
+    /// The experts that this rank has.
+    held: ExpertSplit,
 }
 
 impl Experts {
@@ -60,6 +66,16 @@ impl Experts {
             shared,
             capacity_factor: experts.capacity_factor,
             factors: BalanceFactors { auxiliary: experts.auxiliary_loss as f32, z: experts.z_loss as f32 },
+            held: ExpertSplit::WHOLE,
+        }
+    }
+
+    /// Makes these the experts of one rank of an expert-parallel group. Its `parameters` are those
+    /// of the block.
+    pub fn spread(&mut self, split: ExpertSplit, parameters: &mut [ParameterSpec]) {
+        self.held = split;
+        for id in [self.up, self.down] {
+            split.cut(&mut parameters[id.index as usize]);
         }
     }
 
@@ -76,10 +92,25 @@ impl Experts {
         let shared = self.shared.map(|shared| shared_experts(tape, shared, h, residual)).transpose()?;
         let residual = shared.as_ref().or(residual);
         let rows = tape.dispatch(h, &routes)?;
-        let rows = tape.ragged_linear(&rows, self.up, &routes.bounds)?;
-        let rows = tape.swiglu(&rows)?;
-        let rows = tape.ragged_linear(&rows, self.down, &routes.bounds)?;
+        let rows = if self.held.ranks == 1 {
+            self.products(tape, rows, &Groups::of_one_source(&routes.bounds))?
+        } else {
+            let (exchange, ranks) = (cx.experts.as_ref(), self.held.ranks);
+            let (traffic, groups) = Traffic::announce(&routes.bounds, rows.tensor().rows(), exchange, ranks)?;
+            let arrived = tape.exchange_rows(&rows, &traffic, Direction::Experts)?;
+            drop(rows);
+            let rows = self.products(tape, arrived, &groups)?;
+            tape.exchange_rows(&rows, &traffic, Direction::Tokens)?
+        };
         Ok(tape.combine(&rows, &weights, &routes.places, residual)?)
+    }
+
+    /// The experts on rows in `groups`.
+    fn products(&self, tape: &mut Tape<'_>, rows: Var, groups: &Groups) -> Result<Var> {
+        let wide = tape.ragged_linear(&rows, self.up, groups)?;
+        drop(rows);
+        let wide = tape.swiglu(&wide)?;
+        Ok(tape.ragged_linear(&wide, self.down, groups)?)
     }
 
     /// The ways of the tokens of the micro-batch.

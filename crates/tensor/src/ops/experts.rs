@@ -9,7 +9,8 @@ use super::{GradientSlot, accumulate_mode, check_slot, same_dtype};
 use crate::cpu::experts::{self as kernels, Choices, Order};
 use crate::cpu::gemm::{self, Epilogue, MatMut, MatRef};
 use crate::error::Result;
-use crate::{Cost, DType, Tensor, by_float, ensure_shape};
+use crate::{Cost, DType, Purpose, Tensor, by_float, ensure_shape};
+use std::ops::Range;
 
 pub use crate::cpu::experts::{BalanceFactors, BalanceLosses, DROPPED, Gate, Router, balance_losses};
 
@@ -212,73 +213,135 @@ fn bounds_of(bounds: &Tensor) -> (Vec<usize>, usize) {
     (bounds, end)
 }
 
-/// The groups of a ragged product, once its operands are seen to fit together.
-fn checked_groups(op: &'static str, rows: &Tensor, w: &[usize; 2], bounds: &Tensor) -> Result<usize> {
-    let groups = bounds.elements().saturating_sub(1);
-    let fits = bounds.dtype() == DType::I32 && groups > 0 && w[0].is_multiple_of(groups);
-    ensure_shape!(fits, op, "{rows:?} in groups {bounds:?} with weights of {} rows", w[0]);
-    Ok(groups)
+/// The groups of rows of ragged products: those of G weights in turn, from one source after the
+/// other.
+#[derive(Clone, Debug)]
+pub struct Groups {
+    /// i32, [S G + 1]: group `s G + e` holds the rows of weight e that came from source s, and
+    /// takes rows `bounds[s G + e]..bounds[s G + e + 1]`.
+    pub bounds: Tensor,
+    /// The number of sources S. Rows that other ranks sent have one per rank; a rank's own have 1.
+    pub sources: usize,
 }
 
-/// `x w[e]ᵀ` for the rows of each group e: x [r, k], w [G n, k], bounds i32 [G + 1], result [r, n].
-/// Rows behind the last bound are zeros. The cost is that of all r rows.
-pub fn ragged_linear(x: &Tensor, w: &Tensor, bounds: &Tensor) -> Result<Tensor> {
+impl Groups {
+    /// One group of each weight.
+    pub fn of_one_source(bounds: &Tensor) -> Groups {
+        Groups { bounds: bounds.clone(), sources: 1 }
+    }
+
+    /// The number of weights G, once operands with `w` rows of weights are seen to fit.
+    fn weights(&self, op: &'static str, rows: &Tensor, w: Option<usize>) -> Result<usize> {
+        let Groups { bounds, sources } = self;
+        let groups = bounds.elements().saturating_sub(1);
+        let fits = bounds.dtype() == DType::I32 && groups > 0 && *sources > 0 && groups.is_multiple_of(*sources);
+        ensure_shape!(fits, op, "{rows:?} in groups {bounds:?} of {sources} sources");
+        let weights = groups / sources;
+        let fits = w.is_none_or(|w| w.is_multiple_of(weights));
+        ensure_shape!(fits, op, "{rows:?} in groups {bounds:?} with weights of {} rows", w.unwrap_or(0));
+        Ok(weights)
+    }
+}
+
+/// `x w[e]ᵀ` for the rows of each group of weight e: x [r, k], w [G n, k], result [r, n]. Rows
+/// behind the last bound are zeros. The cost is that of all r rows.
+pub fn ragged_linear(x: &Tensor, w: &Tensor, groups: &Groups) -> Result<Tensor> {
     const OP: &str = "ragged_linear";
     same_dtype(OP, x, w)?;
-    let groups = checked_groups(OP, x, &[w.rows(), w.last_dim()], bounds)?;
-    let (r, n, k) = (x.rows(), w.rows() / groups, x.last_dim());
+    let (bounds, weights) = (&groups.bounds, groups.weights(OP, x, Some(w.rows()))?);
+    let (r, n, k) = (x.rows(), w.rows() / weights, x.last_dim());
     ensure_shape!(w.last_dim() == k, OP, "input {} and weight {}", x.shape(), w.shape());
     let mut y = x.empty_like([r, n], x.dtype())?;
-    let work = product_cost(r, n, k, &[x, w, &y]).on(x.dtype(), [r, n, k, groups]);
+    let work = product_cost(r, n, k, &[x, w, &y]).on(x.dtype(), [r, n, k, weights]);
     by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
         let (bounds, end) = bounds_of(bounds);
         let y = y.get_mut::<T>();
         y[end * n..].fill(T::default());
-        let (x, w) = (MatRef::new(x.get::<T>(), r, k), MatRef::new(w.get::<T>(), groups * n, k));
+        let (x, w) = (MatRef::new(x.get::<T>(), r, k), MatRef::new(w.get::<T>(), weights * n, k));
         gemm::grouped_forward(cpu, x, w, &bounds, MatMut::new(y, r, n));
         Ok(())
     })?);
     Ok(y)
 }
 
-/// `dy w[e]` for the rows of each group e: dy [r, n], w [G n, k], result [r, k], zeros behind the
-/// last bound.
-pub fn ragged_input_gradient(dy: &Tensor, w: &Tensor, bounds: &Tensor) -> Result<Tensor> {
+/// `dy w[e]` for the rows of each group of weight e: dy [r, n], w [G n, k], result [r, k], zeros
+/// behind the last bound.
+pub fn ragged_input_gradient(dy: &Tensor, w: &Tensor, groups: &Groups) -> Result<Tensor> {
     const OP: &str = "ragged_input_gradient";
     same_dtype(OP, dy, w)?;
-    let groups = checked_groups(OP, dy, &[w.rows(), w.last_dim()], bounds)?;
+    let (bounds, weights) = (&groups.bounds, groups.weights(OP, dy, Some(w.rows()))?);
     let (r, n, k) = (dy.rows(), dy.last_dim(), w.last_dim());
-    ensure_shape!(w.rows() == groups * n, OP, "gradient {} and weight {}", dy.shape(), w.shape());
+    ensure_shape!(w.rows() == weights * n, OP, "gradient {} and weight {}", dy.shape(), w.shape());
     let mut dx = dy.empty_like([r, k], dy.dtype())?;
-    let work = product_cost(r, n, k, &[dy, w, &dx]).on(dy.dtype(), [r, n, k, groups]);
+    let work = product_cost(r, n, k, &[dy, w, &dx]).on(dy.dtype(), [r, n, k, weights]);
     by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
         let (bounds, end) = bounds_of(bounds);
         let dx = dx.get_mut::<T>();
         dx[end * k..].fill(T::default());
-        let (dy, w) = (MatRef::new(dy.get::<T>(), r, n), MatRef::new(w.get::<T>(), groups * n, k));
+        let (dy, w) = (MatRef::new(dy.get::<T>(), r, n), MatRef::new(w.get::<T>(), weights * n, k));
         gemm::grouped_input_gradient(cpu, dy, w, &bounds, MatMut::new(dx, r, k));
         Ok(())
     })?);
     Ok(dx)
 }
 
-/// `dw[e] (+)= dyᵀ x` over the rows of each group e, in f32: dy [r, n], x [r, k], dw [G n, k].
-pub fn ragged_weight_gradient(dy: &Tensor, x: &Tensor, bounds: &Tensor, dw: GradientSlot<'_>) -> Result<()> {
+/// `dw[e] (+)= Σ_s dyᵀ x` over the rows of weight e from each source s, in f32: dy [r, n], x
+/// [r, k], dw [G n, k].
+///
+/// The sources' gradients are added along the tree by which ranks add theirs, so that the bits are
+/// those of an all-reduce of gradients that each source has for itself. That takes memory for at
+/// most `log2 S` more of them.
+pub fn ragged_weight_gradient(dy: &Tensor, x: &Tensor, groups: &Groups, dw: GradientSlot<'_>) -> Result<()> {
     const OP: &str = "ragged_weight_gradient";
     same_dtype(OP, dy, x)?;
     let (r, n, k) = (dy.rows(), dy.last_dim(), x.last_dim());
-    let groups = checked_groups(OP, dy, &[bounds.elements().saturating_sub(1) * n, k], bounds)?;
+    let weights = groups.weights(OP, dy, None)?;
     ensure_shape!(x.rows() == r, OP, "gradient {} and input {}", dy.shape(), x.shape());
     let slot = Some(dw);
-    check_slot(OP, &slot, groups * n * k)?;
-    let Some((dw, overwrite)) = slot else { return Ok(()) };
-    let work = Cost::new(2 * r * n * k, dy.bytes() + x.bytes() + dw.bytes()).on(dy.dtype(), [r, n, k, groups]);
-    let work = work.variant(if overwrite { "" } else { "adding" });
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
-        let (bounds, _) = bounds_of(bounds);
-        let (dy, x) = (MatRef::new(dy.get::<T>(), r, n), MatRef::new(x.get::<T>(), r, k));
-        gemm::grouped_weight_gradient(cpu, dy, x, &bounds, dw.get_mut::<f32>(), accumulate_mode(overwrite));
+    check_slot(OP, &slot, weights * n * k)?;
+    let Some(dw) = slot else { return Ok(()) };
+    let all = SourcesGradient { dy, x, groups, weights };
+    all.add_up(0..groups.sources, dw)
+}
+
+/// The gradient of weights whose rows came from several sources.
+struct SourcesGradient<'a> {
+    dy: &'a Tensor,
+    x: &'a Tensor,
+    groups: &'a Groups,
+    weights: usize,
+}
+
+impl SourcesGradient<'_> {
+    /// `dw (+)=` the sum of the gradients of these sources.
+    fn add_up(&self, sources: Range<usize>, (dw, overwrite): GradientSlot<'_>) -> Result<()> {
+        if sources.len() == 1 {
+            return self.of_one(sources.start, dw, overwrite);
+        }
+        // The largest power of two below their number, as in the tree of ranks.
+        let middle = sources.start + sources.len().next_power_of_two() / 2;
+        self.add_up(sources.start..middle, (&mut *dw, overwrite))?;
+        let mut right = self.dy.device().empty([dw.elements()], DType::F32, Purpose::Workspace)?;
+        self.add_up(middle..sources.end, (&mut right, true))?;
+        super::accumulate(&right, dw, false)
+    }
+
+    fn of_one(&self, source: usize, dw: &mut Tensor, overwrite: bool) -> Result<()> {
+        const OP: &str = "ragged_weight_gradient";
+        let SourcesGradient { dy, x, groups, weights } = *self;
+        let (r, n, k) = (dy.rows(), dy.last_dim(), x.last_dim());
+        // Of all rows, as many as of every other source, where it is not known which are whose.
+        let rows = r / groups.sources;
+        let bytes = (dy.bytes() + x.bytes()) / groups.sources + dw.bytes();
+        let work = Cost::new(2 * rows * n * k, bytes).on(dy.dtype(), [rows, n, k, weights]);
+        let work = work.variant(if overwrite { "" } else { "adding" });
+        by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+            let (bounds, _) = bounds_of(&groups.bounds);
+            let bounds = &bounds[source * weights..=(source + 1) * weights];
+            let (dy, x) = (MatRef::new(dy.get::<T>(), r, n), MatRef::new(x.get::<T>(), r, k));
+            gemm::grouped_weight_gradient(cpu, dy, x, bounds, dw.get_mut::<f32>(), accumulate_mode(overwrite));
+            Ok(())
+        })?);
         Ok(())
-    })?);
-    Ok(())
+    }
 }

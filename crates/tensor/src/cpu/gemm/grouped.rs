@@ -2,6 +2,9 @@
 //! weight of its own. This is the arithmetic of a mixture of experts without dropped tokens (Gale
 //! et al. 2022), whose groups are as long as routing makes them.
 //!
+//! There may be several groups of a weight: with `G` weights, group `g` is one of weight `g % G`.
+//! Rows that came from several ranks lie like that, in the order of the ranks.
+//!
 //! All groups' tasks are dealt to the threads together. Each sum is the chain that the plain
 //! product makes of the same rows, so grouping changes no bit, and neither does the number of rows
 //! in a group: short groups take the way of long ones.
@@ -21,11 +24,21 @@ fn groups(bounds: &[usize], rows: usize) -> impl Iterator<Item = Range<usize>> +
     bounds.windows(2).map(|pair| pair[0]..pair[1])
 }
 
-/// `y = x w[e]ᵀ` for the rows of each group `e`: `x [R, K]`, `w [G N, K]`, `y [R, N]`, `bounds
-/// [G + 1]`. Rows outside of all groups are left as they are.
+/// The number of weights of `n` rows each that the groups of `bounds` take in turn.
+#[track_caller]
+fn weights(bounds: &[usize], rows: usize, n: usize) -> usize {
+    let (groups, weights) = (bounds.len() - 1, rows / n.max(1));
+    let fits = weights > 0 && rows == weights * n && groups.is_multiple_of(weights);
+    assert!(fits, "{groups} groups take turns with weights of {n} rows, of which there are {rows}");
+    weights
+}
+
+/// `y = x w[g % G]ᵀ` for the rows of each group `g`: `x [R, K]`, `w [G N, K]`, `y [R, N]`, `bounds
+/// [S G + 1]`. Rows outside of all groups are left as they are.
 pub fn grouped_forward<T: Element, O: Element>(cpu: &Cpu, x: MatRef<T>, w: MatRef<T>, bounds: &[usize], y: MatMut<O>) {
     let (rows, k, n) = (x.rows, x.cols, y.cols);
-    expect_shape("the weight", (w.rows, w.cols), ((bounds.len() - 1) * n, k));
+    let weights = weights(bounds, w.rows, n);
+    expect_shape("the weight", (w.rows, w.cols), (weights * n, k));
     expect_shape("the output", (y.rows, y.cols), (rows, n));
     let y = Out::new(y);
     let sink = |rows: Range<usize>| Forward {
@@ -36,20 +49,21 @@ pub fn grouped_forward<T: Element, O: Element>(cpu: &Cpu, x: MatRef<T>, w: MatRe
         y: y.row_range(rows),
     };
     let sinks: Vec<_> = groups(bounds, rows).map(sink).collect();
-    let product = |(e, (rows, sink)): (usize, (Range<usize>, _))| Product {
+    let product = |(g, (rows, sink)): (usize, (Range<usize>, _))| Product {
         shape: (rows.len(), n, k),
         left: Operand::rows(x.row_range(rows)),
-        right: Operand::rows(w.row_range(e * n..(e + 1) * n)),
+        right: Operand::rows(w.row_range(g % weights * n..(g % weights + 1) * n)),
         sink,
     };
     products(cpu, &groups(bounds, rows).zip(&sinks).enumerate().map(product).collect::<Vec<_>>());
 }
 
-/// `dx = dy w[e]` for the rows of each group `e`: `dy [R, N]`, `w [G N, K]`, `dx [R, K]`. Rows
+/// `dx = dy w[g % G]` for the rows of each group `g`: `dy [R, N]`, `w [G N, K]`, `dx [R, K]`. Rows
 /// outside of all groups are left as they are.
 pub fn grouped_input_gradient<T: Element>(cpu: &Cpu, dy: MatRef<T>, w: MatRef<T>, bounds: &[usize], dx: MatMut<T>) {
     let (rows, n, k) = (dy.rows, dy.cols, w.cols);
-    expect_shape("the weight", (w.rows, w.cols), ((bounds.len() - 1) * n, k));
+    let weights = weights(bounds, w.rows, n);
+    expect_shape("the weight", (w.rows, w.cols), (weights * n, k));
     expect_shape("the input gradient", (dx.rows, dx.cols), (rows, k));
     let dx = Out::new(dx);
     let sink = |rows: Range<usize>| InputGradient {
@@ -58,17 +72,18 @@ pub fn grouped_input_gradient<T: Element>(cpu: &Cpu, dy: MatRef<T>, w: MatRef<T>
         dx: dx.row_range(rows),
     };
     let sinks: Vec<_> = groups(bounds, rows).map(sink).collect();
-    let product = |(e, (rows, sink)): (usize, (Range<usize>, _))| Product {
+    let product = |(g, (rows, sink)): (usize, (Range<usize>, _))| Product {
         shape: (rows.len(), k, n),
         left: Operand::rows(dy.row_range(rows)),
-        right: Operand::cols(w.row_range(e * n..(e + 1) * n)),
+        right: Operand::cols(w.row_range(g % weights * n..(g % weights + 1) * n)),
         sink,
     };
     products(cpu, &groups(bounds, rows).zip(&sinks).enumerate().map(product).collect::<Vec<_>>());
 }
 
 /// `dw[e] (+)= dyᵀ x` over the rows of each group `e`: `dy [R, N]`, `x [R, K]`, `dw [G N, K]`
-/// contiguous. The gradient of a group without rows is zero, or stays.
+/// contiguous. The gradient of a group without rows is zero, or stays. Each weight has one group
+/// here.
 pub fn grouped_weight_gradient<T: Element>(
     cpu: &Cpu,
     dy: MatRef<T>,

@@ -595,6 +595,28 @@ fn grouped_products_conform_in_f16() {
     grouped_products_conform::<f16>();
 }
 
+/// Several groups of a weight have the bits of products of one group each.
+#[test]
+fn groups_take_turns_with_weights() {
+    let (bounds, weights, n, k) = ([0, 14, 14, 40, 90, 95, 131], 2, 33, 40);
+    let random = &mut Random(640);
+    let x = Padded::<f32>::random(random, 135, k, 1);
+    let w = Padded::<f32>::random(random, weights * n, k, 0);
+    let dy = Padded::<f32>::random(random, 135, n, 2);
+    on_every_rung(DType::F32, |cpu, rung| {
+        let (mut y, mut dx) = (vec![0.0f32; 135 * n], vec![0.0f32; 135 * k]);
+        let [mut own_y, mut own_dx] = [y.clone(), dx.clone()];
+        grouped_forward(cpu, x.view(), w.view(), &bounds, MatMut::new(&mut y, 135, n));
+        grouped_input_gradient(cpu, dy.view(), w.view(), &bounds, MatMut::new(&mut dx, 135, k));
+        for turn in 0..3 {
+            let bounds = &bounds[turn * weights..=(turn + 1) * weights];
+            grouped_forward(cpu, x.view(), w.view(), bounds, MatMut::new(&mut own_y, 135, n));
+            grouped_input_gradient(cpu, dy.view(), w.view(), bounds, MatMut::new(&mut own_dx, 135, k));
+        }
+        assert!(y == own_y && dx == own_dx, "{rung}");
+    });
+}
+
 /// Long groups have the bits of the plain products of their rows, whatever the other groups are.
 #[test]
 fn groups_have_the_bits_of_their_own_products() {
