@@ -118,7 +118,11 @@ fn stages_and_split_products_are_priced_and_run_on_this_machine() {
         std::fs::remove_dir_all(folder.join("runs")).unwrap();
     }
     let refused = run(&folder, &["plan", "c.toml", "--fix", "ep=2"]);
-    assert!(refused.stderr.contains("the engine has no expert parallelism (degree 2)"), "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("plans for this machine have no expert parallelism (degree 2)"),
+        "{}",
+        refused.stderr
+    );
 }
 
 /// The winner depends on the machine. In any case the contenders are tried, the winner is run, and
@@ -350,7 +354,7 @@ fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_th
     assert!(!plans.is_empty());
     assert!(plans.iter().all(|plan| plan["micro_batch_size"] == 2 && plan["recomputation"] == "full"));
     for (fixed, says) in [
-        (["--fix", "ep=2"], "the engine has no expert parallelism (degree 2)"),
+        (["--fix", "ep=2"], "plans for this machine have no expert parallelism (degree 2)"),
         (["--fix", "offload=true"], "memory.offload.optimizer=disk"),
         (["--precision", "bf16,f32"], "one format on this machine"),
     ] {

@@ -15,7 +15,6 @@ use trainyard_engine::config::{Config, Inputs};
 use trainyard_engine::shape::model_spec;
 use trainyard_plan::here::{Way, Ways};
 use trainyard_plan::{Fixed, Mode, PricedStep, table, timeline};
-use trainyard_program::{Mesh, runnable};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{Format, MachineProfile, ProfileKind};
@@ -115,9 +114,11 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
 /// The choices of `--fix`, as settings.
 fn held(fixed: &Fixed) -> Result<Vec<String>> {
     let Fixed { tp, pp, cp, ep, dp_replicate, dp_shard, zero_stage, micro_batch, accumulation, .. } = *fixed;
-    let mesh = Mesh { ep: ep.unwrap_or(1), ..Mesh::default() };
-    if !runnable(&mesh, false).is_yes() {
-        bail!("--fix: {}; with --cluster it is priced", runnable(&mesh, false));
+    if let Some(degree) = ep.filter(|ep| *ep > 1) {
+        bail!(
+            "--fix: plans for this machine have no expert parallelism (degree {degree}): run it by \
+             parallel.expert_parallel_degree = {degree}; with --cluster it is priced"
+        );
     }
     let mode = fixed.checkpointing.map(|mode| match mode {
         Mode::None => "none",
