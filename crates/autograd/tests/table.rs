@@ -12,7 +12,9 @@ use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
 use trainyard_tensor::ops::experts::{BalanceFactors, EXCESS_UNIT, Gate, Groups, Router};
-use trainyard_tensor::ops::{ContextSegments, Distillation, Divergence, HeadLayout, Segments, TablePart, Taught};
+use trainyard_tensor::ops::{
+    ContextSegments, Distillation, Divergence, HeadLayout, Segments, TablePart, TeacherLogits,
+};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// At least one example for every row of the table.
@@ -65,7 +67,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                 let device = device.clone();
                 example(&[&[6, 5]], &[&[11, 5]], move |t, x| {
                     let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);
-                    let taught = Taught {
+                    let taught = TeacherLogits {
                         x: device.tensor([6, 3], &values(18, 5), Purpose::Activations)?,
                         w: device.tensor([11, 3], &values(33, 6), Purpose::Params)?,
                         distillation: Distillation { weight: 0.6, temperature, divergence },

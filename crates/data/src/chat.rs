@@ -121,7 +121,7 @@ impl ChatTemplate {
     /// The text of `messages`; with `asks`, up to where an answer begins.
     ///
     /// # Errors
-    /// What the template says of these messages.
+    /// The template refuses these messages.
     pub fn render(&self, messages: &[Value], tools: Option<&Value>, asks: bool) -> Result<String, String> {
         let mut context: Vec<(&str, Jinja)> = vec![
             ("messages", Jinja::from(Serde(messages))),

@@ -108,6 +108,6 @@ pub(crate) fn load(rank: &Rank, folder: &Path, note: &mut impl FnMut(&str)) -> R
         None => folder.display().to_string(),
     };
     note(&format!("teacher: {what}, {} parameters", teacher.model().parameter_count()));
-    teacher.seat(Box::new(copied(teacher, rank.device(), &trained.rank.parameters)?));
+    teacher.set_weights(Box::new(copied(teacher, rank.device(), &trained.rank.parameters)?));
     Ok(())
 }

@@ -12,7 +12,7 @@ use crate::unit::{Forward, Output, Unit};
 use crate::{Batch, ModelError, Result};
 use std::sync::{Arc, OnceLock};
 use trainyard_autograd::{ParamId, Parameters, Policy, RandomKey, Store, Tape, Var};
-use trainyard_tensor::ops::{Distillation, Taught};
+use trainyard_tensor::ops::{Distillation, TeacherLogits};
 use trainyard_tensor::{DType, Device, Purpose};
 
 /// A model that others learn from, and its weights once they are there.
@@ -24,7 +24,7 @@ pub struct Teacher {
 }
 
 impl Teacher {
-    /// A teacher that computes in `dtype`. Its weights come with [`Teacher::seat`].
+    /// A teacher that computes in `dtype`. Its weights come with [`Teacher::set_weights`].
     ///
     /// # Errors
     /// A model whose last unit is no head, or which is split over ranks.
@@ -47,8 +47,8 @@ impl Teacher {
     ///
     /// # Panics
     /// If it has some.
-    pub fn seat(&self, weights: Box<dyn Parameters + Send + Sync>) {
-        assert!(self.weights.set(weights).is_ok(), "this teacher has its weights");
+    pub fn set_weights(&self, weights: Box<dyn Parameters + Send + Sync>) {
+        assert!(self.weights.set(weights).is_ok(), "the teacher has weights already");
     }
 
     /// The factors of the logits of all tokens of `batch`: the final hidden states [m, d], and the
@@ -56,7 +56,7 @@ impl Teacher {
     ///
     /// # Errors
     /// A teacher without weights, unless `device` is meta.
-    fn teach(&self, device: &Device, batch: &Batch) -> Result<Taught> {
+    fn teach(&self, device: &Device, batch: &Batch) -> Result<TeacherLogits> {
         match self.weights.get() {
             Some(weights) => self.teach_by(device, weights.as_ref(), batch),
             None if device.is_meta() => self.teach_by(device, &self.zeros(device)?, batch),
@@ -64,11 +64,11 @@ impl Teacher {
         }
     }
 
-    fn teach_by(&self, device: &Device, weights: &dyn Parameters, batch: &Batch) -> Result<Taught> {
+    fn teach_by(&self, device: &Device, weights: &dyn Parameters, batch: &Batch) -> Result<TeacherLogits> {
         let mut tape = Tape::new(device, weights, Policy::Nothing, RandomKey::default());
         let x = self.model.forward(&mut tape, &mut Forward::evaluation(batch, Output::Hidden))?.into_tensor();
         let w = weights.parameter(vocabulary_of(&self.model)?)?.value;
-        Ok(Taught { x, w, distillation: self.distillation })
+        Ok(TeacherLogits { x, w, distillation: self.distillation })
     }
 
     /// Weights that are all zero, in the dtype of its forward.

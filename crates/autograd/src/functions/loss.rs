@@ -45,6 +45,14 @@ pub struct PartCrossEntropy {
 }
 
 impl Tape<'_> {
+    /// The destination of the gradient of `w`, if gradients are at hand and it is trained.
+    fn target_at_hand(&mut self, w: ParamId, trained: bool) -> Result<Option<GradientTarget>> {
+        match self.gradients() {
+            Some(gradients) if trained => gradients.target(w),
+            _ => Ok(None),
+        }
+    }
+
     /// The statistics of the logits `x wᵀ` that are here, f32 [m, 3]: of each row the largest, the
     /// sum of exponentials of the differences from it, and the target's logit, or 0 if it is
     /// elsewhere. x [m, d]; w the rows `part` of the vocabulary; targets i32 [m] of the whole
@@ -74,11 +82,7 @@ impl Tape<'_> {
         let mut function = PartCrossEntropy { targets: targets.clone(), part, scale, eager: false };
         if recorded && self.gradients().is_some() {
             function.eager = true;
-            let trained = weight.trained;
-            let target = match self.gradients() {
-                Some(gradients) if trained => gradients.target(w)?,
-                _ => None,
-            };
+            let target = self.target_at_hand(w, weight.trained)?;
             let dx = function.gradients(x.tensor(), &weight.value, &lse, target)?;
             return self.record_one(function, &inputs, loss, |_| vec![Saved::Tensor(dx)]);
         }
@@ -94,11 +98,7 @@ impl Tape<'_> {
         let mut function = LinearCrossEntropy { targets: targets.clone(), scale, eager: false };
         if recorded && self.gradients().is_some() {
             function.eager = true;
-            let trained = weight.trained;
-            let target = match self.gradients() {
-                Some(gradients) if trained => gradients.target(w)?,
-                _ => None,
-            };
+            let target = self.target_at_hand(w, weight.trained)?;
             let (loss, dx) = function.gradients(x.tensor(), &weight.value, target)?;
             return self.record_one(function, &inputs, loss, |_| vec![Saved::Tensor(dx)]);
         }
@@ -114,7 +114,7 @@ impl Tape<'_> {
         &mut self,
         x: &Var,
         w: ParamId,
-        taught: ops::Taught,
+        taught: ops::TeacherLogits,
         targets: &Tensor,
         scale: f32,
     ) -> Result<Var> {
@@ -125,11 +125,7 @@ impl Tape<'_> {
         let mut function = DistillationLoss { targets: targets.clone(), teacher, distillation, scale, eager: false };
         if recorded && self.gradients().is_some() {
             function.eager = true;
-            let trained = weight.trained;
-            let target = match self.gradients() {
-                Some(gradients) if trained => gradients.target(w)?,
-                _ => None,
-            };
+            let target = self.target_at_hand(w, weight.trained)?;
             let (loss, dx) = function.gradients(x.tensor(), &weight.value, taught.x, target)?;
             return self.record_one(function, &inputs, loss, |_| vec![Saved::Tensor(dx)]);
         }
@@ -148,7 +144,7 @@ impl DistillationLoss {
         mut dw: Option<GradientTarget>,
     ) -> Result<(Tensor, Tensor)> {
         let dw = dw.as_mut().map(|t| (&mut t.tensor, t.overwrite));
-        let taught = ops::Taught { x: hidden, w: self.teacher.clone(), distillation: self.distillation };
+        let taught = ops::TeacherLogits { x: hidden, w: self.teacher.clone(), distillation: self.distillation };
         Ok(ops::distillation_loss_with_gradients(x, w, &taught, &self.targets, self.scale, dw)?)
     }
 }

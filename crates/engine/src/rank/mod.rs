@@ -204,18 +204,18 @@ impl Rank {
         rank.outer = outer.map(Mutex::new);
         rank.initialise()?;
         if device.is_meta() {
-            rank.seat_teacher()?;
+            rank.set_teacher_weights()?;
         }
         Ok(rank)
     }
 
     /// Gives the teacher of a rank on meta the memory that its weights take.
-    fn seat_teacher(&self) -> Result<()> {
+    fn set_teacher_weights(&self) -> Result<()> {
         let last = self.model.units().len() - 1;
         let Some(teacher) = self.model.teacher().filter(|_| self.parameters.holding().runs(last)) else {
             return Ok(());
         };
-        teacher.seat(Box::new(teacher.zeros(&self.device)?));
+        teacher.set_weights(Box::new(teacher.zeros(&self.device)?));
         Ok(())
     }
 

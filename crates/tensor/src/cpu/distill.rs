@@ -11,9 +11,9 @@
 //! and their gradients by z, with m = b p + (1 - b) q:
 //!
 //! ```text
-//! forward KL      D = sum p log(p / q)                            (T/T²) (q - p)
-//! reverse KL      D = sum q log(q / p)                            (T/T²) q (log(q / p) - D)
-//! Jensen-Shannon  D = b KL(p | m) + (1 - b) KL(q | m)             (T/T²) (1 - b) q (log(q / m) - KL(q | m))
+//! forward KL      D = sum p log(p / q)                 T dD/dz = q - p
+//! reverse KL      D = sum q log(q / p)                 T dD/dz = q (log(q / p) - D)
+//! Jensen-Shannon  D = b KL(p | m) + (1 - b) KL(q | m)  T dD/dz = (1 - b) q (log(q / m) - KL(q | m))
 //! ```
 //!
 //! The last is the generalised form of Agarwal et al. 2024 (GKD, equation 1).
@@ -25,14 +25,12 @@
 use crate::cpu::Cpu;
 use crate::cpu::embedding::IndexError;
 use crate::cpu::gemm::{Epilogue, MatMut, MatRef, Weight, forward};
-use crate::cpu::head::{HeadGradients, HeadLoss, for_chunks, stride};
-use crate::cpu::loss::{BLOCK, IGNORE, check_targets};
-use crate::cpu::rows::{Fold, fold, for_rows, largest, load_at, store_at, total};
+use crate::cpu::head::{HeadGradients, HeadLoss, losses_in_chunks, losses_of_rows, stride};
+use crate::cpu::loss::{IGNORE, max_and_lse_at};
+use crate::cpu::rows::{load_at, store_at};
 use crate::cpu::simd::Simd;
-use crate::cpu::threads::Shares;
 use crate::dtype::Element;
 use crate::simd_fn;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A measure of how far the student's distribution q is from the teacher's p.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,7 +60,7 @@ pub struct Distillation {
 
 /// The teacher's side of [`distillation_loss`].
 #[derive(Debug)]
-pub struct Lesson<'a, T> {
+pub struct TeacherLogits<'a, T> {
     /// The teacher's final hidden states, `[tokens, its dim]`.
     pub x: MatRef<'a, T>,
     /// The teacher's matrix of the vocabulary, `[vocab, its dim]`.
@@ -86,80 +84,26 @@ pub fn distillation_loss<T: Element>(
     cpu: &Cpu,
     x: MatRef<'_, T>,
     w: Weight<'_, T>,
-    lesson: Lesson<'_, T>,
+    lesson: TeacherLogits<'_, T>,
     targets: &[i32],
     gradients: Option<HeadGradients<'_, T>>,
     losses: &mut [f32],
     workspace: &mut [T],
 ) -> Result<HeadLoss, IndexError> {
     let (tokens, vocab) = (x.rows(), w.plain.rows());
-    assert_eq!((targets.len(), losses.len()), (tokens, tokens), "lengths of targets and losses");
     assert_eq!((lesson.x.rows(), lesson.w.plain.rows()), (tokens, vocab), "the teacher's tokens and vocabulary");
     assert!(lesson.workspace.len() >= workspace.len(), "the teacher's workspace is the shorter one");
-    let counted = check_targets(targets, vocab)?;
-    let mut gradients = gradients;
-    let (correct, stride) = (AtomicUsize::new(0), stride(vocab));
-    let taught = lesson.workspace;
-    for_chunks(cpu, x, w, workspace, |chunk, logits| {
-        let taught = &mut taught[..chunk.len() * stride];
+    let (stride, room) = (stride(vocab), lesson.workspace);
+    losses_in_chunks(cpu, x, w, targets, gradients, losses, workspace, |chunk, logits, scale, losses| {
+        let taught = &mut room[..chunk.len() * stride];
         let to = MatMut::with_stride(&mut *taught, chunk.len(), vocab, stride);
         forward(cpu, lesson.x.row_range(chunk.clone()), lesson.w, Epilogue::default(), to);
-        let scale = gradients.as_ref().map(|gradients| gradients.scale);
-        let (taught, shared, losses) = (&*taught, Shares::new(&mut *logits), Shares::new(&mut losses[chunk.clone()]));
-        for_rows(cpu, chunk.len(), 6 * stride * size_of::<T>(), |range| {
-            for row in range {
-                let columns = row * stride..row * stride + vocab;
-                // SAFETY: every row belongs to one range.
-                let (z, loss) = unsafe { (shared.part(columns.clone()), losses.part(row..row + 1)) };
-                let target = targets[chunk.start + row];
-                let (value, hit) = taught_row(cpu.isa, z, &taught[columns], target, lesson.distillation, scale);
-                loss[0] = value;
-                correct.fetch_add(usize::from(hit), Ordering::Relaxed);
-            }
-        });
-        if let Some(gradients) = gradients.as_mut() {
-            gradients.take(cpu, logits, x, w, chunk);
-        }
-    });
-    if let Some(gradients) = gradients {
-        gradients.finish(tokens);
-    }
-    let loss_sum = losses.iter().map(|loss| f64::from(*loss)).sum();
-    Ok(HeadLoss { loss_sum, tokens: counted, correct: correct.into_inner() })
-}
-
-/// The sum of `e^((x - max) / T)`.
-#[derive(Clone, Copy)]
-struct ExpAbout {
-    max: f32,
-    inverse: f32,
-}
-
-impl Fold for ExpAbout {
-    #[inline(always)]
-    fn fill(self) -> f32 {
-        f32::NEG_INFINITY
-    }
-    #[inline(always)]
-    fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
-        let x = s.mul(s.sub(x, s.splat(self.max)), s.splat(self.inverse));
-        s.add(acc, s.exp_nonpositive(x))
-    }
-}
-
-/// The largest of `x`, and `log sum exp(x / T)`; `inverse` is 1 / T.
-#[inline(always)]
-fn max_and_lse_at<S: Simd, T: Element>(s: S, x: &[T], inverse: f32) -> (f32, f32) {
-    let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0f32);
-    for block in x.chunks(BLOCK) {
-        let larger = largest(s, block).max(max);
-        if larger > max {
-            sum *= ((max - larger) * inverse).exp();
-            max = larger;
-        }
-        sum += total(s, fold(s, ExpAbout { max, inverse }, 0.0, block));
-    }
-    (max, max * inverse + sum.ln())
+        let taught = &*taught;
+        losses_of_rows(cpu, vocab, 6, logits, losses, |row, z| {
+            let t = &taught[row * stride..row * stride + vocab];
+            taught_row(cpu.isa, z, t, targets[chunk.start + row], lesson.distillation, scale)
+        })
+    })
 }
 
 /// The logit of what lies beyond the end of a row: its probability is 0, and its quotients with

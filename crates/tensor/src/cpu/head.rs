@@ -99,24 +99,69 @@ pub fn linear_cross_entropy<T: Element>(
     losses: &mut [f32],
     workspace: &mut [T],
 ) -> Result<HeadLoss, IndexError> {
+    let vocab = w.plain.rows();
+    losses_in_chunks(cpu, x, w, targets, gradients, losses, workspace, |chunk, logits, scale, losses| {
+        losses_of_rows(cpu, vocab, 2, logits, losses, |row, logits| {
+            let LossRow { loss, hit, .. } = loss_row(cpu.isa, logits, targets[chunk.start + row], scale);
+            (loss, hit)
+        })
+    })
+}
+
+/// The body of every loss of a whole head. For each chunk of rows, `of_chunk` is given their range,
+/// their logits, the scale of gradients if there are any, and room for their losses. It turns the
+/// logits into their gradient where there is a scale, and returns the hits. Arguments and errors are
+/// those of [`linear_cross_entropy`].
+pub(crate) fn losses_in_chunks<T: Element>(
+    cpu: &Cpu,
+    x: MatRef<'_, T>,
+    w: Weight<'_, T>,
+    targets: &[i32],
+    mut gradients: Option<HeadGradients<'_, T>>,
+    losses: &mut [f32],
+    workspace: &mut [T],
+    mut of_chunk: impl FnMut(Range<usize>, &mut [T], Option<f32>, &mut [f32]) -> usize,
+) -> Result<HeadLoss, IndexError> {
     let (tokens, vocab) = (x.rows(), w.plain.rows());
     assert_eq!((targets.len(), losses.len()), (tokens, tokens), "lengths of targets and losses");
     let counted = check_targets(targets, vocab)?;
-    let mut gradients = gradients;
-    let correct = AtomicUsize::new(0);
-    for_chunks(cpu, x, w, workspace, |range, logits| {
+    let mut correct = 0;
+    for_chunks(cpu, x, w, workspace, |chunk, logits| {
         let scale = gradients.as_ref().map(|gradients| gradients.scale);
-        let (targets, losses) = (&targets[range.clone()], &mut losses[range.clone()]);
-        correct.fetch_add(chunk_losses(cpu, vocab, logits, targets, scale, losses), Ordering::Relaxed);
+        correct += of_chunk(chunk.clone(), logits, scale, &mut losses[chunk.clone()]);
         if let Some(gradients) = gradients.as_mut() {
-            gradients.take(cpu, logits, x, w, range);
+            gradients.take(cpu, logits, x, w, chunk);
         }
     });
     if let Some(gradients) = gradients {
         gradients.finish(tokens);
     }
     let loss_sum = losses.iter().map(|loss| f64::from(*loss)).sum();
-    Ok(HeadLoss { loss_sum, tokens: counted, correct: correct.into_inner() })
+    Ok(HeadLoss { loss_sum, tokens: counted, correct })
+}
+
+/// Writes the losses of a chunk, which `of_row` makes of each row's number and logits, beside
+/// whether it is a hit; returns the hits. Rows are read and written `passes` times.
+pub(crate) fn losses_of_rows<T: Element>(
+    cpu: &Cpu,
+    vocab: usize,
+    passes: usize,
+    logits: &mut [T],
+    losses: &mut [f32],
+    of_row: impl Fn(usize, &mut [T]) -> (f32, bool) + Sync,
+) -> usize {
+    let (stride, rows, hits) = (stride(vocab), losses.len(), AtomicUsize::new(0));
+    let (logits, losses) = (Shares::new(logits), Shares::new(losses));
+    for_rows(cpu, rows, passes * stride * size_of::<T>(), |range| {
+        for row in range {
+            // SAFETY: every row belongs to one range.
+            let (x, loss) = unsafe { (logits.part(row * stride..row * stride + vocab), losses.part(row..row + 1)) };
+            let (value, hit) = of_row(row, x);
+            loss[0] = value;
+            hits.fetch_add(usize::from(hit), Ordering::Relaxed);
+        }
+    });
+    hits.into_inner()
 }
 
 /// The statistics of the logits `x wᵀ` of which a `part` of the vocabulary is here, for
@@ -205,7 +250,7 @@ pub fn part_gradients<T: Element>(
 }
 
 /// Runs `body` on the logits `x wᵀ` of one chunk of rows after the other; they lie in `workspace`.
-pub(crate) fn for_chunks<T: Element>(
+fn for_chunks<T: Element>(
     cpu: &Cpu,
     x: MatRef<'_, T>,
     w: Weight<'_, T>,
@@ -227,7 +272,7 @@ pub(crate) fn for_chunks<T: Element>(
 
 impl<T: Element> HeadGradients<'_, T> {
     /// Adds what follows from the gradient of the logits of the rows `range`.
-    pub(crate) fn take(&mut self, cpu: &Cpu, dlogits: &[T], x: MatRef<'_, T>, w: Weight<'_, T>, range: Range<usize>) {
+    fn take(&mut self, cpu: &Cpu, dlogits: &[T], x: MatRef<'_, T>, w: Weight<'_, T>, range: Range<usize>) {
         let vocab = w.plain.rows();
         let dlogits = MatRef::with_stride(dlogits, range.len(), vocab, stride(vocab));
         if let Some(dx) = self.dx.as_mut() {
@@ -240,34 +285,9 @@ impl<T: Element> HeadGradients<'_, T> {
     }
 
     /// Zeroes what was to be overwritten, if there was nothing to write over it.
-    pub(crate) fn finish(self, tokens: usize) {
+    fn finish(self, tokens: usize) {
         if let (0, Some(dw), Accumulate::Overwrite) = (tokens, self.dw, self.accumulate) {
             dw.fill(0.0);
         }
     }
-}
-
-/// Losses of a chunk, and its logits turned into their gradient when there is a `scale`; returns
-/// the hits.
-fn chunk_losses<T: Element>(
-    cpu: &Cpu,
-    vocab: usize,
-    logits: &mut [T],
-    targets: &[i32],
-    scale: Option<f32>,
-    losses: &mut [f32],
-) -> usize {
-    let stride = stride(vocab);
-    let hits = AtomicUsize::new(0);
-    let (logits, losses) = (Shares::new(logits), Shares::new(losses));
-    for_rows(cpu, targets.len(), 2 * stride * size_of::<T>(), |range| {
-        for row in range {
-            // SAFETY: every row belongs to one range.
-            let (x, loss) = unsafe { (logits.part(row * stride..row * stride + vocab), losses.part(row..row + 1)) };
-            let LossRow { loss: value, hit, .. } = loss_row(cpu.isa, x, targets[row], scale);
-            loss[0] = value;
-            hits.fetch_add(usize::from(hit), Ordering::Relaxed);
-        }
-    });
-    hits.into_inner()
 }

@@ -21,7 +21,7 @@ use crate::simd_fn;
 pub const IGNORE: i32 = -100;
 
 /// Elements whose maximum is found before they are exponentiated: 4 to 8 KiB.
-pub(crate) const BLOCK: usize = 2048;
+const BLOCK: usize = 2048;
 
 /// Checks that every target is in `0..vocab` or [`IGNORE`]; returns how many count.
 pub fn check_targets(targets: &[i32], vocab: usize) -> Result<usize, IndexError> {
@@ -146,9 +146,12 @@ pub fn cross_entropy_in_place<T: Element>(
     Ok(())
 }
 
-/// The sum of `e^(x - max)`.
+/// The sum of `e^((x - max) / T)`; `inverse` is 1 / T.
 #[derive(Clone, Copy)]
-struct ExpAbout(f32);
+struct ExpAbout {
+    max: f32,
+    inverse: f32,
+}
 
 impl Fold for ExpAbout {
     #[inline(always)]
@@ -157,21 +160,23 @@ impl Fold for ExpAbout {
     }
     #[inline(always)]
     fn take<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
-        s.add(acc, s.exp_nonpositive(s.sub(x, s.splat(self.0))))
+        let x = s.mul(s.sub(x, s.splat(self.max)), s.splat(self.inverse));
+        s.add(acc, s.exp_nonpositive(x))
     }
 }
 
-/// The largest of `x`, and the sum of exponentials of the differences from it.
+/// The largest of `x`, and the sum of exponentials of the differences from it, which are multiplied
+/// by `inverse` before. With a constant of 1 the compiler leaves the products out.
 #[inline(always)]
-fn max_and_sum<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
+fn max_and_sum<S: Simd, T: Element>(s: S, x: &[T], inverse: f32) -> (f32, f32) {
     let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0f32);
     for block in x.chunks(BLOCK) {
         let larger = largest(s, block).max(max);
         if larger > max {
-            sum *= (max - larger).exp();
+            sum *= ((max - larger) * inverse).exp();
             max = larger;
         }
-        sum += total(s, fold(s, ExpAbout(max), 0.0, block));
+        sum += total(s, fold(s, ExpAbout { max, inverse }, 0.0, block));
     }
     (max, sum)
 }
@@ -179,8 +184,14 @@ fn max_and_sum<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
 /// The largest of `x` and the logarithm of the sum of exponentials.
 #[inline(always)]
 pub(crate) fn max_and_lse<S: Simd, T: Element>(s: S, x: &[T]) -> (f32, f32) {
-    let (max, sum) = max_and_sum(s, x);
-    (max, max + sum.ln())
+    max_and_lse_at(s, x, 1.0)
+}
+
+/// The largest of `x`, and `log sum exp(x / T)`; `inverse` is 1 / T.
+#[inline(always)]
+pub(crate) fn max_and_lse_at<S: Simd, T: Element>(s: S, x: &[T], inverse: f32) -> (f32, f32) {
+    let (max, sum) = max_and_sum(s, x, inverse);
+    (max, max * inverse + sum.ln())
 }
 
 simd_fn! {
@@ -274,7 +285,7 @@ impl PartStatistics {
 simd_fn! {
     /// The statistics of the logits of a row that are here; `target` is None if it is elsewhere.
     pub(crate) fn part_statistics[T: Element](s: S, x: &[T], target: Option<usize>) -> PartStatistics {
-        let (max, sum) = max_and_sum(s, x);
+        let (max, sum) = max_and_sum(s, x, 1.0);
         PartStatistics { max, sum, logit: target.map_or(0.0, |target| x[target].to_f32()) }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::loss::{checked, logits_workspace, product_cost, scaled};
 use super::{GradientSlot, accumulate_mode, check_slot, same_dtype};
-use crate::cpu::distill::{self, Distillation, Divergence, Lesson};
+use crate::cpu::distill::{self, Distillation, Divergence};
 use crate::cpu::gemm::{MatMut, MatRef, Weight};
 use crate::cpu::head::{HeadGradients, HeadLoss};
 use crate::error::Result;
@@ -10,7 +10,7 @@ use crate::{Computes, Cost, DType, Purpose, Tensor, by_float, ensure_shape};
 
 /// The factors of a teacher's logits, and the loss that compares a student's with them.
 #[derive(Clone, Debug)]
-pub struct Taught {
+pub struct TeacherLogits {
     /// The teacher's final hidden states, [m, its d].
     pub x: Tensor,
     /// The teacher's matrix of the vocabulary, [v, its d].
@@ -21,13 +21,19 @@ pub struct Taught {
 
 /// `scale` times the sum over rows of
 /// `(1 - a) (-log softmax(z)[target]) + a T² D(softmax(t / T), softmax(z / T))`: z = x wᵀ the
-/// student's logits, t the teacher's ([`Taught`]), x [m, d], w [v, d], targets i32 [m] with -100
+/// student's logits, t the teacher's ([`TeacherLogits`]), x [m, d], w [v, d], targets i32 [m] with -100
 /// where a row does not count. A scalar, f32. For the divergences, see [`cpu::distill`](distill).
 ///
 /// # Errors
 /// Shapes that do not fit together, a weight outside 0 to 1, a temperature or a beta out of range;
 /// a GPU, which has no kernel for it.
-pub fn distillation_loss(x: &Tensor, w: &Tensor, taught: &Taught, targets: &Tensor, scale: f32) -> Result<Tensor> {
+pub fn distillation_loss(
+    x: &Tensor,
+    w: &Tensor,
+    taught: &TeacherLogits,
+    targets: &Tensor,
+    scale: f32,
+) -> Result<Tensor> {
     run("distillation_loss", x, w, taught, targets, scale, None)
 }
 
@@ -35,7 +41,7 @@ pub fn distillation_loss(x: &Tensor, w: &Tensor, taught: &Taught, targets: &Tens
 pub fn distillation_loss_with_gradients(
     x: &Tensor,
     w: &Tensor,
-    taught: &Taught,
+    taught: &TeacherLogits,
     targets: &Tensor,
     scale: f32,
     dw: Option<GradientSlot<'_>>,
@@ -50,7 +56,7 @@ fn run(
     op: &'static str,
     x: &Tensor,
     w: &Tensor,
-    taught: &Taught,
+    taught: &TeacherLogits,
     targets: &Tensor,
     scale: f32,
     mut gradients: Option<(&mut Tensor, Option<GradientSlot<'_>>)>,
@@ -92,7 +98,7 @@ fn run(
                 accumulate: accumulate_mode(dw.as_ref().is_none_or(|(_, overwrite)| *overwrite)),
                 dw: dw.as_mut().map(|(tensor, _)| tensor.get_mut::<f32>()),
             });
-            let lesson = Lesson {
+            let lesson = distill::TeacherLogits {
                 x: MatRef::new(taught.x.get::<T>(), m, width),
                 w: Weight::from(MatRef::new(taught.w.get::<T>(), v, width)),
                 distillation: taught.distillation,

@@ -21,7 +21,7 @@ pub use crate::cpu::distill::{Distillation, Divergence};
 pub use crate::cpu::embedding::TablePart;
 pub use attention::{HeadLayout, Segments, attention, attention_backward, attention_decode, rope};
 pub use context::{ContextSegments, context_attention, context_attention_backward};
-pub use distill::{Taught, distillation_loss, distillation_loss_with_gradients};
+pub use distill::{TeacherLogits, distillation_loss, distillation_loss_with_gradients};
 pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
 pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
 pub use loss::{

@@ -2,7 +2,7 @@
 
 use super::{ULP, close, dot, dtypes, is_gradient, on_every_cpu, roundoff, values, wide};
 use crate::cpu::activation::{Activation, activation, activation_backward, glu, glu_backward};
-use crate::cpu::distill::{Distillation, Divergence, Lesson, distillation_loss};
+use crate::cpu::distill::{Distillation, Divergence, TeacherLogits, distillation_loss};
 use crate::cpu::embedding::{IndexError, TablePart, embedding, embedding_backward};
 use crate::cpu::gemm::{Accumulate, MatMut, MatRef, Weight};
 use crate::cpu::head::{
@@ -452,7 +452,7 @@ fn a_taught_head_in_chunks_of_any_length() {
                 let rows = MatRef::new(&x, tokens, dim);
                 let table = || Weight::from(MatRef::new(&w[..], vocab, dim));
                 let mut lesson = |other: &mut Vec<T>, gradients, each: &mut [f32]| {
-                    let lesson = Lesson {
+                    let lesson = TeacherLogits {
                         x: MatRef::new(&tx, tokens, width),
                         w: Weight::from(MatRef::new(&tw[..], vocab, width)),
                         distillation: lesson,
@@ -501,7 +501,7 @@ fn a_teacher_that_excludes_tokens_leaves_finite_gradients() {
                 dw: None,
                 accumulate: Accumulate::Add,
             };
-            let lesson = Lesson {
+            let lesson = TeacherLogits {
                 x: MatRef::new(&tx, 1, 1),
                 w: Weight::from(MatRef::new(&tw[..], 40, 1)),
                 distillation: lesson,
