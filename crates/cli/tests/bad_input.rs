@@ -22,6 +22,12 @@ const CASES: &[Case] = &[
     case(&["train", "--rezume", "x"], 2, &["--rezume", "--resume"]),
     case(&["train", "tiny.toml", "--resume", "runs/x"], 2, &["cannot be used with"]),
     case(&["eval", "runs/x"], 2, &["--data"]),
+    case(&["eval", "runs/x", "--data", "t.jsonl", "--chat", "--text-field", "a"], 2, &["cannot be used with"]),
+    case(
+        &["data", "prepare", "t.jsonl", "--tokenizer", "bytes", "--out", "o", "--chat", "--text-field", "a"],
+        2,
+        &["cannot be used with"],
+    ),
     case(&["generate", "runs/x", "--prompt", "x", "--device", "gpu"], 2, &["cuda:N", "gpu"]),
     case(&["tokenizer", "train", "--out", "t.json"], 2, &["<TEXT>"]),
     case(&["export", "runs/x", "--out", "o", "--max-shard-size", "big"], 2, &["a size such as"]),

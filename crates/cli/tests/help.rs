@@ -40,6 +40,7 @@ fn help_texts_are_as_agreed() {
         &["advise"],
         &["tune"],
         &["tune", "batch"],
+        &["tune", "transfer"],
         &["program"],
         &["dash"],
         &["top"],

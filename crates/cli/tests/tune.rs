@@ -153,6 +153,23 @@ fn wrong_searches_are_refused_before_anything_runs() {
     folder.write("space.toml", "[optimizer]\nlearning_rate = 3\n");
     folder.write("endless.toml", common::TINY.replace("steps = 12", "seconds = 5"));
     let space = "optimizer.learning_rate=log:1e-4..1e-1";
+    let transfer = |more: &[&'static str]| [&["tune", "transfer", "tiny.toml"], more].concat();
+    for (arguments, says) in [
+        (transfer(&["--widths", "32"]), "at least two different widths"),
+        (transfer(&["--widths", "32,33"]), "--widths 33: model.heads is"),
+        (transfer(&["--widths", "32,0"]), "--widths 0"),
+        (transfer(&["--widths", "32,64", "--rates", "0,1e-3"]), "0 is no positive number"),
+        (transfer(&["--widths", "32,64", "--set", "model.dim=64"]), "model.dim is both --set and given by --widths"),
+        (transfer(&["--widths", "32,64", "--set", "optimizer.name=muon"]), "scales learning rates as AdamW and Lion"),
+        (transfer(&["--widths", "32,64", "--set", "model.tie_embeddings=true"]), "set model.tie_embeddings = false"),
+        (transfer(&["--widths", "32,64", "--set", "data.validation_fraction=0"]), "there is no validation data"),
+        (transfer(&["--widths", "32,64", "--study", "a/b"]), "a name has letters"),
+        (vec!["tune", "transfer", "--resume", "gone"], "gone is no study of tune transfer"),
+    ] {
+        let ran = folder.run(&arguments);
+        assert_eq!(ran.code, Some(1), "{arguments:?}: {}", ran.stderr);
+        assert!(ran.stderr.contains(says), "{arguments:?}: {}", ran.stderr);
+    }
     for (arguments, code, says) in [
         (
             &["tune", "tiny.toml", "--set", "optimizer.learning_rate=1", "--set", "optimizer.weight_decay=0"][..],
@@ -235,4 +252,58 @@ fn a_batch_is_advised_by_memory_and_noise() {
     let runs = std::fs::read_dir(folder.join("runs")).unwrap().map(|entry| entry.unwrap().file_name());
     let left: Vec<_> = runs.filter(|name| name.to_string_lossy().starts_with("batch")).collect();
     assert_eq!(left, ["batch-001"], "no copies and no messages stay");
+}
+
+/// Rates over widths: every cell is a run, and a study that was cut short goes on.
+#[test]
+fn a_learning_rate_is_compared_over_widths() {
+    let folder = Folder::new();
+    let transfer = ["tune", "transfer", "tiny.toml", "--widths", "16,32", "--rates", "1e-3,1e-2", "--study", "w"];
+    let ran = folder.run(&[&transfer[..], &["--json", "--jobs", "2"]].concat()).ok();
+    let found = json(&ran.stdout);
+    let trials = found["trials"].as_array().unwrap();
+    assert_eq!(trials.len(), 4, "{found}");
+    // A cell is the run with its keys, and its loss is that of the run.
+    let trial = trials.iter().find(|trial| trial["run"] == "w-32-1").unwrap();
+    let config = std::fs::read_to_string(folder.join("runs/w-32-1/config.toml")).unwrap();
+    for set in ["dim = 32", "mup_base_dim = 16", "learning_rate = 0.01"] {
+        assert!(config.contains(set), "{set}: {config}");
+    }
+    let evaluations =
+        |run: &str| std::fs::read_to_string(folder.join(&format!("runs/{run}/evaluations.jsonl"))).unwrap();
+    assert_eq!(json(evaluations("w-32-1").lines().last().unwrap())["loss"], trial["loss"]);
+    // What is lost is trained again, with the same result; what is there is not.
+    let before = evaluations("w-16-0");
+    std::fs::remove_dir_all(folder.join("runs/w-32-1")).unwrap();
+    let again = folder.run(&["tune", "transfer", "--resume", "runs/w", "--json"]).ok();
+    assert_eq!(json(&again.stdout), found);
+    assert!(
+        again.stderr.contains("trial 4/4  dim 32  rate 1e-2") && !again.stderr.contains("trial 3/4"),
+        "{}",
+        again.stderr
+    );
+    assert_eq!(evaluations("w-16-0"), before);
+    let words = folder.run(&["tune", "transfer", "--resume", "runs/w"]).ok().stdout;
+    assert!(words.contains("growth when the width doubles") && words.contains("answer  "), "{words}");
+}
+
+/// The coordinate check (Yang et al. 2022, appendix D.1): after some steps outputs do not grow with
+/// the width, and without muP they do.
+#[test]
+fn outputs_of_every_family_keep_their_size_over_widths_with_mup() {
+    let folder = Folder::new();
+    let transfer =
+        ["tune", "transfer", "tiny.toml", "--widths", "32,64,128", "--rates", "1e-2", "--json", "--jobs", "2"];
+    let steps = ["--set", "schedule.warmup_steps=0", "--set", "model.tie_embeddings=false"];
+    for family in ["llama", "gpt2", "gemma3", "olmo2", "phi3"] {
+        let family_set = format!("model.family={family}");
+        let growth = |more: &[&str]| -> Vec<f64> {
+            let ran = folder.run(&[&transfer[..], &steps, &["--set", &family_set], more].concat()).ok();
+            let outputs = json(&ran.stdout)["outputs"].as_array().unwrap().clone();
+            outputs.iter().map(|output| output["growth"].as_f64().unwrap()).collect()
+        };
+        let (scaled, standard) = (growth(&[]), growth(&["--standard"]));
+        assert!(scaled.len() == 4 && scaled.iter().all(|growth| *growth < 1.15), "{family}: {scaled:?}");
+        assert!(standard[3] > 1.25 && standard[3] > scaled[3], "{family}: {standard:?}, {scaled:?}");
+    }
 }

@@ -15,6 +15,7 @@
 //! | [`quantise`] | weights of few bits: round to nearest, GPTQ |
 //! | [`depth`] | blocks that change the residual stream least |
 //! | [`merge`] | one model of several of the same shape |
+//! | [`sizes`] | the sizes of what units give, for comparisons of models of different widths |
 //! | [`pass`] | the way through a model that writes it anew |
 //!
 //! Nothing here is trained, and nothing runs faster than before: `eval` and `generate` decode what
@@ -28,6 +29,7 @@ pub mod merge;
 pub mod pass;
 pub mod prune;
 pub mod quantise;
+pub mod sizes;
 pub mod solver;
 pub mod source;
 pub mod text;
@@ -37,5 +39,6 @@ pub use merge::{MergeMethod, MergeSettings, merge};
 pub use pass::{Compressed, Pass};
 pub use prune::{Pattern, PruneMethod};
 pub use quantise::{Grid, QuantiseMethod};
+pub use sizes::output_sizes;
 pub use source::Source;
 pub use text::{Sequences, calibration};

@@ -119,6 +119,7 @@ pub fn difference(one: &ModelSpec, other: &ModelSpec) -> Option<String> {
     let same = |spec: &ModelSpec| ModelSpec {
         dropout: 0.0,
         init_std: 1.0,
+        mup_base_dim: None,
         max_positions: 1,
         bos_token: None,
         eos_tokens: Vec::new(),

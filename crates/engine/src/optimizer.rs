@@ -2,7 +2,7 @@
 //!
 //! A rule's state is a list of named tensors per unit.
 //!
-//! - Element-wise rules (AdamW, SGD, Lion) run over the longest ranges that share a weight decay,
+//! - Element-wise rules (AdamW, SGD, Lion) run over the longest ranges that share a [`Group`],
 //!   cut to the part that the rank holds. Gaps between parameters are included: they are zero and
 //!   stay zero.
 //! - Whole-matrix rules (Muon, Adafactor) run matrix by matrix and need all of it. A parameter that
@@ -14,12 +14,14 @@
 //! An average of the weights over steps ([`crate::averaging`]) lies behind the state of each chunk.
 
 mod averages;
+mod group;
 mod on_host;
 
 use crate::Result;
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
 use crate::tier::{Lower, Store, Stored, Tiers, aligned};
+use group::Group;
 use on_host::Visit;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -111,7 +113,7 @@ pub struct StatePart {
 /// A range of a unit's flat buffers that one kernel call updates.
 struct Piece {
     range: Range<usize>,
-    decays: bool,
+    group: Group,
     rule: Rule,
     /// The ranges of its state tensors within the chunk's state.
     slots: Vec<Range<usize>>,
@@ -595,10 +597,10 @@ impl Rule {
     }
 }
 
-/// A range of a unit's flat buffer with one rule and weight decay.
+/// A range of a unit's flat buffer with one rule and group.
 struct Stretch {
     range: Range<usize>,
-    decays: bool,
+    group: Group,
     rule: Rule,
     parameters: Vec<(usize, Range<usize>)>,
     member: Option<Member>,
@@ -610,12 +612,12 @@ fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName, 
     for (place, (index, exact)) in trained.iter().cloned().enumerate() {
         let spec = &specs[index];
         let members = members(spec);
-        let (rule, decays) = (Rule::of(name, spec, &members[0].rows, balance), spec.kind.decays());
+        let (rule, group) = (Rule::of(name, spec, &members[0].rows, balance), Group::of(spec));
         if !rule.is_elementwise() {
             let width = spec.row_elements();
             stretches.extend(members.into_iter().map(|member| Stretch {
                 range: exact.start + member.rows.start * width..exact.start + member.rows.end * width,
-                decays,
+                group,
                 rule: Rule::of(name, spec, &member.rows, balance),
                 parameters: vec![(index, exact.clone())],
                 member: Some(member),
@@ -626,13 +628,13 @@ fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName, 
         // join.
         let next = trained.get(place + 1).map_or(layout.trained_elements(), |(_, range)| range.start);
         let range = exact.start..next;
-        let joins = |last: &&mut Stretch| last.rule == rule && last.decays == decays && last.range.end == range.start;
+        let joins = |last: &&mut Stretch| last.rule == rule && last.group == group && last.range.end == range.start;
         match stretches.last_mut().filter(joins) {
             Some(last) => {
                 last.range.end = range.end;
                 last.parameters.push((index, exact));
             }
-            None => stretches.push(Stretch { range, decays, rule, parameters: vec![(index, exact)], member: None }),
+            None => stretches.push(Stretch { range, group, rule, parameters: vec![(index, exact)], member: None }),
         }
     }
     stretches
@@ -682,14 +684,14 @@ fn chunks(
             if range.is_empty() {
                 continue;
             }
-            let Stretch { decays, rule, ref parameters, ref member, .. } = *stretch;
+            let Stretch { group, rule, ref parameters, ref member, .. } = *stretch;
             let mut slots = Vec::new();
             for elements in rule.state_elements(range.len(), settings) {
                 slots.push(chunk.state_elements..chunk.state_elements + elements);
                 chunk.state_elements = (chunk.state_elements + elements).next_multiple_of(UnitLayout::ALIGN);
             }
             let (parameters, member) = (parameters.clone(), member.clone());
-            chunk.pieces.push(Piece { range, decays, rule, slots, parameters, member });
+            chunk.pieces.push(Piece { range, group, rule, slots, parameters, member });
         }
         if settings.averaging.is_some() && !chunk.range.is_empty() {
             chunk.average = Some(chunk.state_elements);
@@ -725,8 +727,8 @@ impl Piece {
         operands: OptimizerOperands<'_>,
         state: Option<&Tensor>,
     ) -> Result<()> {
-        let lr = (settings.learning_rate * rates.factor) as f32;
-        let weight_decay = if self.decays { settings.weight_decay as f32 } else { 0.0 };
+        let lr = self.group.rate(settings.learning_rate * rates.factor);
+        let weight_decay = self.group.weight_decay(settings.weight_decay);
         if let Rule::Balance(rate) = self.rule {
             return Ok(optim::sign_step(rate, operands)?);
         }
@@ -751,7 +753,7 @@ impl Piece {
                     MuonScale::MatchRmsAdamw => Scale::MatchRmsAdamW,
                 };
                 let hyper = optim::Muon {
-                    lr: (settings.matrix_learning_rate * rates.factor) as f32,
+                    lr: self.group.rate(settings.matrix_learning_rate * rates.factor),
                     momentum: settings.momentum as f32,
                     nesterov: settings.nesterov,
                     weight_decay,

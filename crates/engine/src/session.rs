@@ -153,7 +153,7 @@ impl Session {
         match from.try_into().ok().map(u64::from_le_bytes) {
             // Rank 0 has verified it.
             Some(step) => {
-                if !session.rank.model().tuning().is_nothing() {
+                if !session.rank.model().tuning().trains_all() {
                     // Checkpoints do not have what is not trained.
                     session.load_pretrained(&mut note)?;
                 }
@@ -635,7 +635,7 @@ pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
 
 /// A line about how much of the model is trained; None if all of it is.
 fn trained_part(model: &Model) -> Option<String> {
-    if model.tuning().is_nothing() {
+    if model.tuning().trains_all() {
         return None;
     }
     let whole = |(_, spec): (_, &ParameterSpec)| spec.whole_shape().iter().product::<usize>();

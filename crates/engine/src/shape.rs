@@ -186,6 +186,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
         sliding_window: shape.sliding_window,
         dropout: shape.dropout,
         init_std: shape.init_std,
+        mup_base_dim: shape.mup_base_dim,
         experts: shape.experts.clone(),
         ..usual
     })
@@ -414,7 +415,8 @@ pub fn tuning(config: &Config) -> Tuning {
             })
         }
     };
-    Tuning { adapter, freeze: section.freeze.0.clone(), train: section.train.0.clone() }
+    let layer_rate_decay = section.layer_rate_decay;
+    Tuning { adapter, freeze: section.freeze.0.clone(), train: section.train.0.clone(), layer_rate_decay }
 }
 
 /// One rank's part of a model. An error names the key that asks for parts.

@@ -171,7 +171,7 @@ pub fn open_trained_on(
     let dtype = dtype.unwrap_or_else(|| dtype_of(config.precision.compute));
     let tuning = tuning(&config);
     let mut rank = Rank::for_inference(device, Model::new(spec.clone())?.tuned(&tuning)?, dtype)?;
-    if !tuning.is_nothing() {
+    if !tuning.trains_all() {
         load_frozen(&mut rank, &config, &mut note)?;
     }
     match weights {

@@ -100,6 +100,10 @@ pub struct ParameterSpec {
     /// True if training updates it. A frozen parameter has no gradient, no master and no optimizer
     /// state.
     pub trained: bool,
+    /// Factor of the learning rate, for it alone.
+    pub rate: f64,
+    /// Factor of the weight decay, which rules multiply by its learning rate.
+    pub decay: f64,
 }
 
 /// The part of a whole parameter that one rank of a tensor-parallel or of an expert-parallel group
@@ -144,8 +148,19 @@ impl ParameterSpec {
             Source { hf_name: hf_name.into(), rows: 0..shape.first().copied().unwrap_or(1), transposed: false };
         let (split, layout) = (None, Layout::Invariant);
         let (name, shape) = (name.into(), shape.to_vec());
-        let (of_experts, trained) = (false, true);
-        ParameterSpec { name, shape, init, kind, sources: vec![source], split, layout, of_experts, trained }
+        ParameterSpec {
+            name,
+            shape,
+            init,
+            kind,
+            sources: vec![source],
+            split,
+            layout,
+            of_experts: false,
+            trained: true,
+            rate: 1.0,
+            decay: 1.0,
+        }
     }
 
     /// The same, made of several tensors one below the other: (name in files, rows).

@@ -277,6 +277,10 @@ pub struct ModelSpec {
     /// Standard deviation of initial weights.
     #[serde(default = "default_init_std")]
     pub init_std: f64,
+    /// The width that `init_std` and the learning rate are for, if they are to be scaled from it to
+    /// `dim` by the maximal update parametrisation (Yang et al. 2022).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mup_base_dim: Option<usize>,
     /// The token that begins a text, for generation and export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bos_token: Option<u32>,
@@ -323,6 +327,11 @@ impl ModelSpec {
     /// Columns of the fused query/key/value matrix: `(h + 2 h_kv) c`.
     pub fn qkv_dim(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// `dim` over the width that the settings are for; 1 without such a width.
+    pub fn width_factor(&self) -> f64 {
+        self.mup_base_dim.map_or(1.0, |base| self.dim as f64 / base as f64)
     }
 
     /// The experts of `layer`; None if it has an MLP.
@@ -384,6 +393,14 @@ impl ModelSpec {
         }
         if !(self.init_std > 0.0 && self.init_std.is_finite()) {
             return fail("init_std", format!("{} is not a positive number", self.init_std));
+        }
+        match self.mup_base_dim {
+            Some(0) => return fail("mup_base_dim", "0 is no width".into()),
+            Some(_) if self.tie_embeddings => {
+                let why = "a table that is embedding and head cannot be scaled as both: set tie_embeddings = false";
+                return fail("mup_base_dim", why.into());
+            }
+            _ => {}
         }
         if let Some(scalar) = self.attention_scalar.filter(|scalar| !(*scalar > 0.0 && scalar.is_finite())) {
             return fail("attention_scalar", format!("{scalar} is not a positive number"));

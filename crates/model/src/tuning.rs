@@ -62,12 +62,21 @@ pub struct Tuning {
     pub freeze: Vec<String>,
     /// Patterns of parameters that are trained although adapters or `freeze` freeze them.
     pub train: Vec<String>,
+    /// Factor of the learning rate of each unit over that of the next one; the head has the whole
+    /// rate (Howard & Ruder 2018, discriminative fine-tuning). None: 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer_rate_decay: Option<f64>,
 }
 
 impl Tuning {
-    /// True if everything is trained and nothing is added.
+    /// True if the model is trained as it is.
     pub fn is_nothing(&self) -> bool {
         *self == Tuning::default()
+    }
+
+    /// True if everything is trained and nothing is added, at whatever rates.
+    pub fn trains_all(&self) -> bool {
+        self.adapter.is_none() && self.freeze.is_empty()
     }
 
     /// True if the parameter `name`, which is not an adapter's, is trained.
@@ -161,6 +170,7 @@ pub(crate) fn tuned(
         let mut parameters = inner.parameters().to_vec();
         for parameter in &mut parameters {
             parameter.trained = tuning.trains(&format!("{}.{}", inner.name(), parameter.name));
+            parameter.rate *= tuning.layer_rate_decay.map_or(1.0, |decay| decay.powi((last - number) as i32));
         }
         if let Some(spec) = &tuning.adapter {
             // The embedding is looked up, and the head is fused with the loss.
@@ -399,6 +409,17 @@ mod tests {
             [(32, Some((0, 0))), (16, None), (16, Some((1, 32)))]
         );
         assert_eq!(adapter.scale, 2.0);
+    }
+
+    #[test]
+    fn rates_fall_from_the_head_to_the_embedding() {
+        let tuning = Tuning { layer_rate_decay: Some(0.5), ..Tuning::default() };
+        let model = Model::new(ModelSpec { layers: 2, ..small() }).unwrap().tuned(&tuning).unwrap();
+        let rates = model.units().iter().map(|unit| unit.parameters().iter().map(|spec| spec.rate).collect::<Vec<_>>());
+        for (rates, want) in rates.zip([0.125, 0.25, 0.5, 1.0]) {
+            assert!(!rates.is_empty() && rates.iter().all(|rate| *rate == want), "{rates:?} {want}");
+        }
+        assert!(tuning.trains_all() && !tuning.is_nothing());
     }
 
     /// A rank's parts of `b` and of `a` are the rows and columns of its part of the weight.

@@ -271,6 +271,13 @@ impl Slots {
         ParamId::new(self.unit, self.specs.len() as u32 - 1)
     }
 
+    /// Sets the factor of the learning rate of a parameter that was added. What it decays in a step
+    /// stays the same, so that models of all widths decay alike.
+    pub fn set_rate(&mut self, id: ParamId, rate: f64) {
+        let spec = &mut self.specs[id.index as usize];
+        (spec.rate, spec.decay) = (rate, 1.0 / rate);
+    }
+
     /// The parameters that were added.
     pub fn finish(self) -> Vec<ParameterSpec> {
         self.specs

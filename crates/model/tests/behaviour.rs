@@ -5,7 +5,8 @@ mod common;
 use common::*;
 use trainyard_autograd::{Policy, Store, Tape};
 use trainyard_model::costs::{unit_costs, unit_costs_on};
-use trainyard_model::{BatchShape, BatchSlices, Forward, KvCache, Model, ModelSpec, Output};
+use trainyard_model::families::{FAMILIES, Sizes};
+use trainyard_model::{BatchShape, BatchSlices, Forward, Init, KvCache, Model, ModelSpec, Output, ParameterKind};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// A small model of each kind that differs in how attention sees.
@@ -54,6 +55,35 @@ fn in_pieces(
     }
     assert_eq!(cache.len(), start);
     rows
+}
+
+/// Table 3 of Yang et al. 2022, for Adam: (standard deviation, learning rate) as factors of those of
+/// the base width, at four times that width.
+#[test]
+fn mup_scales_initial_values_and_learning_rates_by_width() {
+    let sizes = Sizes { vocab_size: 53, dim: 64, layers: 2, heads: 4, max_positions: 64 };
+    for family in FAMILIES {
+        let spec = ModelSpec { tie_embeddings: false, ..family.usual(&sizes) };
+        let scaled = ModelSpec { mup_base_dim: Some(16), ..spec.clone() };
+        let (plain, scaled) = (Model::new(spec).unwrap(), Model::new(scaled).unwrap());
+        for ((_, plain), (_, scaled)) in plain.parameters().zip(scaled.parameters()) {
+            let name = &plain.name;
+            let (std, rate) = match plain.kind {
+                ParameterKind::Matrix if ["lm.weight", "mlp.router.weight"].contains(&name.as_str()) => (0.25, 0.25),
+                ParameterKind::Matrix => (0.5, 0.25),
+                // Gemma 3 multiplies by the root of the width.
+                ParameterKind::Embedding if family.name() == "gemma3" => (0.5, 0.5),
+                _ => (1.0, 1.0),
+            };
+            let factor = match (plain.init, scaled.init) {
+                (Init::Normal { std: plain }, Init::Normal { std: scaled }) => scaled / plain,
+                (one, other) => f32::from(u8::from(one == other)),
+            };
+            assert_eq!((factor, scaled.rate / plain.rate), (std, rate), "{} {name}", family.name());
+        }
+    }
+    let tied = ModelSpec { mup_base_dim: Some(16), ..ModelSpec::gpt2(53, 64, 2, 4, 64) };
+    assert!(tied.validate().unwrap_err().to_string().contains("tie_embeddings = false"));
 }
 
 #[test]

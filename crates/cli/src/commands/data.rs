@@ -52,7 +52,7 @@ pub struct PrepareArgs {
     #[arg(long, value_name = "BOOL")]
     add_bos: Option<bool>,
     /// Read conversations: JSONL with `messages`, `conversations`, or `prompt` and `completion`.
-    #[arg(long, conflicts_with = "document_separator")]
+    #[arg(long, conflicts_with_all = ["document_separator", "text_field"])]
     chat: bool,
     /// The part of a conversation that is learned.
     #[arg(long, value_enum, value_name = "PART", default_value_t = LossPart::Answers, requires = "chat")]

@@ -44,7 +44,7 @@ pub struct Args {
     text_field: String,
     /// Read conversations, as for data.format = "chat": the loss is that of the answers. The chat
     /// template is that of the tokenizer.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "text_field")]
     chat: bool,
     /// With --chat: the part of a conversation whose loss counts.
     #[arg(long, value_enum, value_name = "PART", default_value_t = LossPart::Answers, requires = "chat")]

@@ -64,6 +64,9 @@ fn keys(spec: &ModelSpec) -> Table {
             set(key, Value::Boolean(value));
         }
     }
+    if let Some(base) = spec.mup_base_dim {
+        set("mup_base_dim", whole(base));
+    }
     if let Some(window) = spec.sliding_window.filter(|window| Some(*window) != usual.sliding_window) {
         set("sliding_window", whole(window));
     }

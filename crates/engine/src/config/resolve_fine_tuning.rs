@@ -9,7 +9,15 @@ impl Resolver {
     /// Resolves `[fine_tuning]`.
     pub(super) fn fine_tuning(&mut self) {
         let section = self.config.fine_tuning.clone();
-        let FineTuningSection { adapter, rank, alpha, rank_stabilised, targets, from, freeze, train } = section;
+        let FineTuningSection { adapter, rank, alpha, rank_stabilised, targets, from, freeze, train, layer_rate_decay } =
+            section;
+        if let Some(decay) = layer_rate_decay {
+            self.within("fine_tuning.layer_rate_decay", decay, f64::MIN_POSITIVE, 1.0);
+            if adapter != AdapterMethod::None {
+                let message = "fine_tuning.layer_rate_decay is for the model's own parameters, which adapters freeze: leave one of them out";
+                self.problem("fine_tuning.layer_rate_decay", message);
+            }
+        }
         if adapter == AdapterMethod::None {
             let because = "fine_tuning.adapter is \"none\"";
             self.unused("fine_tuning.rank", &rank, because);

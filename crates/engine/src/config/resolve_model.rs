@@ -44,6 +44,7 @@ pub struct ModelShape {
     pub activation: Activation,
     pub dropout: f64,
     pub init_std: f64,
+    pub mup_base_dim: Option<usize>,
     pub experts: Option<ExpertsSpec>,
 }
 
@@ -193,6 +194,7 @@ impl Resolver {
         let qkv_bias = flag("model.qkv_bias", &m.qkv_bias, usual.qkv_bias);
         let output_bias = flag("model.output_bias", &m.output_bias, usual.o_bias);
         let mlp_bias = flag("model.mlp_bias", &m.mlp_bias, usual.mlp_bias);
+        self.mup(m, tie_embeddings);
         let activation = activation(usual.activation);
         let gated = form.mlp == MlpKind::Gated;
         if let Some(other) = m.activation.filter(|other| gated && *other != activation) {
@@ -220,7 +222,25 @@ impl Resolver {
             activation: self.settle("model.activation", &m.activation, activation, as_usual),
             dropout: m.dropout,
             init_std,
+            mup_base_dim: m.mup_base_dim,
             experts: self.experts(family, &family.usual(&sizes), ffn_dim),
+        }
+    }
+
+    /// Checks the width that settings are scaled from.
+    fn mup(&mut self, m: &ModelSection, tie_embeddings: bool) {
+        let key = "model.mup_base_dim";
+        self.count(key, m.mup_base_dim.map(|dim| dim as u64), 1, 1 << 20);
+        if tie_embeddings && m.mup_base_dim.is_some() {
+            let message = format!("{key} needs an embedding and a head of their own: set model.tie_embeddings = false");
+            self.problem(key, message);
+        }
+        let optimizer = self.config.optimizer.name;
+        if m.mup_base_dim.is_some() && !matches!(optimizer, OptimizerName::AdamW | OptimizerName::Lion) {
+            let message = format!(
+                "{key} scales learning rates as AdamW and Lion need it, and optimizer.name is \"{optimizer}\": leave one of them out"
+            );
+            self.problem(key, message);
         }
     }
 

@@ -363,6 +363,10 @@ section! {
         /// divided by sqrt(2 `layers`). Unset: 0.02.
         #[elsewhere("initializer_range", "init_method_std")]
         init_std: Option<f64> = None;
+        /// The `dim` for which `init_std` and the learning rate were found; both are scaled from it
+        /// to this model's by muP. Unset: no scaling.
+        #[elsewhere("mup_base_width", "mup_base_hidden_size")]
+        mup_base_dim: Option<usize> = None;
     }
 }
 

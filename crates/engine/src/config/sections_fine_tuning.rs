@@ -44,5 +44,9 @@ section! {
         /// Patterns of parameters that are trained although `freeze` or adapters freeze them.
         #[elsewhere("modules_to_save", "trainable_params")]
         train: Names = Names(vec![]);
+        /// Factor from the learning rate of each block to that of the block before it, above 0 and
+        /// at most 1; the head trains with the whole rate, the embedding with the least. Unset: 1.
+        #[elsewhere("layer_decay", "layerwise_lr_decay", "llrd")]
+        layer_rate_decay: Option<f64> = None;
     }
 }

@@ -142,6 +142,7 @@ impl Definition for Gpt2 {
             sliding_layers: None,
             dropout: 0.0,
             init_std: 0.02,
+            mup_base_dim: None,
             bos_token: None,
             eos_tokens: Vec::new(),
             pad_token: None,

@@ -423,7 +423,35 @@ impl<'a> Parameters<'a> {
 
     /// The weight of a product, [out, in], normal with the model's deviation.
     pub fn matrix(&mut self, name: &str, shape: [usize; 2]) -> ParamId {
-        self.add(name, &shape, normal(self.spec.init_std), ParameterKind::Matrix)
+        self.scaled(name, shape, self.spec.init_std / self.spec.width_factor().sqrt())
+    }
+
+    /// As [`Parameters::matrix`], for a product whose number of outputs does not grow with the
+    /// model's width: scores of tokens or of experts.
+    pub fn readout(&mut self, name: &str, shape: [usize; 2]) -> ParamId {
+        self.scaled(name, shape, self.spec.init_std / self.spec.width_factor())
+    }
+
+    /// A table with `rows` rows of the residual stream's width. Where the family multiplies what is
+    /// looked up by a number that grows with the width, muP takes it back from the values and from
+    /// their learning rate.
+    pub fn table(&mut self, name: &str, rows: usize) -> ParamId {
+        let share = match self.spec.family.form().embedding {
+            EmbeddingScale::One => 1.0,
+            EmbeddingScale::SqrtDim => self.spec.width_factor().sqrt().recip(),
+        };
+        let (shape, std) = ([rows, self.spec.dim], self.spec.init_std * share);
+        let id = self.add(name, &shape, normal(std), ParameterKind::Embedding);
+        self.slots.set_rate(id, share);
+        id
+    }
+
+    /// A matrix whose number of inputs grows with the model's width. With Adam the learning rate
+    /// falls as the width grows (Yang et al. 2022, table 3).
+    fn scaled(&mut self, name: &str, shape: [usize; 2], std: f64) -> ParamId {
+        let id = self.add(name, &shape, normal(std), ParameterKind::Matrix);
+        self.slots.set_rate(id, 1.0 / self.spec.width_factor());
+        id
     }
 
     /// As [`Parameters::matrix`], for a product that ends on the residual stream.
@@ -432,7 +460,7 @@ impl<'a> Parameters<'a> {
             ResidualInit::Same => self.spec.init_std,
             ResidualInit::Depth => self.spec.init_std / (2.0 * self.spec.layers as f64).sqrt(),
         };
-        self.add(name, &shape, normal(std), ParameterKind::Matrix)
+        self.scaled(name, shape, std / self.spec.width_factor().sqrt())
     }
 
     /// The gains of a norm over `size` elements: ones, whatever the family writes for them.

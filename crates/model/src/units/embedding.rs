@@ -1,8 +1,8 @@
 //! The first unit: tokens to rows of the residual stream.
 
 use crate::Result;
-use crate::families::{EmbeddingScale, Parameters, normal};
-use crate::parameter::{ParameterKind, ParameterSpec};
+use crate::families::{EmbeddingScale, Parameters};
+use crate::parameter::ParameterSpec;
 use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
 use crate::unit::{Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, without_segments};
@@ -40,9 +40,7 @@ impl Embedding {
     /// The embedding of `spec`, unit 0.
     pub fn new(spec: &ModelSpec) -> Embedding {
         let mut parameters = Parameters::new(spec, 0, 0);
-        let mut table = |name: &str, rows: usize| {
-            parameters.add(name, &[rows, spec.dim], normal(spec.init_std), ParameterKind::Embedding)
-        };
+        let mut table = |name: &str, rows: usize| parameters.table(name, rows);
         let tokens = table("tokens.weight", spec.vocab_size);
         let positions = spec.learned_positions().map(|rows| table("positions.weight", rows));
         debug_assert_eq!(tokens, Embedding::TOKENS);

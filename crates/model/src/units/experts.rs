@@ -42,7 +42,7 @@ impl Experts {
     pub fn new(parameters: &mut Parameters<'_>, experts: &ExpertsSpec) -> Experts {
         let (dim, layer) = (parameters.spec().dim, parameters.layer());
         let ExpertsSpec { experts: count, top_k, ffn_dim, shared_ffn_dim, .. } = *experts;
-        let router_weight = parameters.matrix("mlp.router.weight", [count, dim]);
+        let router_weight = parameters.readout("mlp.router.weight", [count, dim]);
         let bias = experts
             .selection_bias
             .then(|| parameters.add("mlp.router.bias", &[count], Init::Zeros, ParameterKind::Balance));

@@ -42,7 +42,7 @@ impl Head {
         let (weight, borrowed) = if spec.tie_embeddings {
             (Embedding::TOKENS, vec![Embedding::TOKENS])
         } else {
-            (parameters.matrix("lm.weight", [spec.vocab_size, spec.dim]), Vec::new())
+            (parameters.readout("lm.weight", [spec.vocab_size, spec.dim]), Vec::new())
         };
         Head { parameters: parameters.finish(), norm, weight, borrowed, split: None }
     }

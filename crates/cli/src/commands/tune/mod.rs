@@ -2,6 +2,7 @@
 
 mod batch;
 mod search;
+mod transfer;
 mod trials;
 
 use anyhow::{Result, bail};
@@ -23,12 +24,14 @@ pub struct Args {
 #[derive(clap::Subcommand)]
 enum Command {
     Batch(batch::BatchArgs),
+    Transfer(transfer::TransferArgs),
 }
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<ExitCode> {
     match &args.command {
         Some(Command::Batch(args)) => batch::run(args),
+        Some(Command::Transfer(args)) => transfer::run(args),
         None => search::run(&args.search),
     }
 }

@@ -1,0 +1,29 @@
+//! Groups of parameters: those that share a weight decay and a factor of the learning rate.
+
+use trainyard_model::ParameterSpec;
+
+/// The factors that neighbours must share to be updated by one call.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(super) struct Group {
+    /// Factor of the learning rate.
+    rate: f64,
+    /// Factor of the weight decay; 0 for what does not decay.
+    decay: f64,
+}
+
+impl Group {
+    /// The group of a parameter.
+    pub(super) fn of(spec: &ParameterSpec) -> Group {
+        Group { rate: spec.rate, decay: if spec.kind.decays() { spec.decay } else { 0.0 } }
+    }
+
+    /// The learning rate of the group, where that of the optimizer is `rate`.
+    pub(super) fn rate(self, rate: f64) -> f32 {
+        (rate * self.rate) as f32
+    }
+
+    /// The weight decay of the group, where that of the optimizer is `decay`.
+    pub(super) fn weight_decay(self, decay: f64) -> f32 {
+        (decay * self.decay) as f32
+    }
+}
