@@ -80,6 +80,9 @@ pub struct Summary {
     pub comm_share: f64,
     /// The part of `comm_share` that the compute lane waited for.
     pub comm_exposed_share: f64,
+    /// With a parameter server: the pulls of all workers from rank 0, by the number of updates that
+    /// the pulled parameters lacked.
+    pub staleness: Option<Vec<u64>>,
     /// Seconds from the start of the process to the end of the first step of this sitting.
     pub first_step_done_s: f64,
     /// Median seconds of rank 0's instructions in a step, by kind.
@@ -532,6 +535,7 @@ impl<'s> Run<'s> {
             predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
+            staleness: outcome.staleness.clone(),
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
         };
@@ -670,6 +674,7 @@ impl<'s> Run<'s> {
             data_wait_share: self.sitting.data_wait_share(),
             comm_share: self.sitting.comm_share(),
             comm_exposed_share: self.sitting.comm_exposed_share(),
+            staleness: self.sitting.staleness.clone(),
             first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
             instructions: measured.instructions,
             memory,

@@ -419,7 +419,9 @@ impl Action {
             | Action::Pull { unit, .. }
             | Action::Fetch { unit, .. }
             | Action::Evict { unit, .. } => Some(unit),
-            Action::Load { .. } | Action::Count { .. } | Action::Clip { .. } | Action::Commit | Action::Snapshot => None,
+            Action::Load { .. } | Action::Count { .. } | Action::Clip { .. } | Action::Commit | Action::Snapshot => {
+                None
+            }
         }
     }
 

@@ -1,8 +1,8 @@
 //! The program of one rank.
 
 use crate::{
-    Action, Axes, Axis, BackwardPart, Effect, Extent, Instruction, Lane, MemoryKind, Mesh, Offload, ParameterServer, Phase, Placement,
-    SplitShape, State, StepKind, Stretch, Tier,
+    Action, Axes, Axis, BackwardPart, Effect, Extent, Instruction, Lane, MemoryKind, Mesh, Offload, ParameterServer,
+    Phase, Placement, SplitShape, State, StepKind, Stretch, Tier,
 };
 use serde::{Deserialize, Serialize};
 use std::ops::Range;

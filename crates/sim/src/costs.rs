@@ -128,8 +128,12 @@ impl Costs {
                     + self.stream_s(6.0 * bytes + encoding_bytes(program, instruction))
             }
             // Every server takes its part from every worker, as the ranks of a reduce-scatter do.
-            Action::Push { .. } => self.collective(Operation::ReduceScatter, bytes, mesh.shard_degree(), mesh.tp) * of_servers(program),
-            Action::Pull { .. } => self.collective(Operation::AllGather, bytes, mesh.shard_degree(), mesh.tp) * of_servers(program),
+            Action::Push { .. } => {
+                self.collective(Operation::ReduceScatter, bytes, mesh.shard_degree(), mesh.tp) * of_servers(program)
+            }
+            Action::Pull { .. } => {
+                self.collective(Operation::AllGather, bytes, mesh.shard_degree(), mesh.tp) * of_servers(program)
+            }
             // A server of the rank shares its cores: it adds up the gradients of all workers,
             // squares the sum and updates its part.
             Action::Commit => {

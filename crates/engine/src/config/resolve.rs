@@ -6,7 +6,7 @@ use super::mistaken::{hub_dataset, hub_model};
 use super::resolve_model::ModelShape;
 use super::sections::*;
 use super::value::ConfigValue;
-use super::{Apart, ServerRule, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
+use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel, ServerRule};
 use crate::averaging::Averaging;
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;

@@ -85,7 +85,8 @@ impl Resolver {
         ];
         let lacks: Vec<&str> = lacks.iter().filter(|(asked, _)| *asked).map(|(_, need)| *need).collect();
         if !lacks.is_empty() {
-            let message = format!("update.rule = \"server\" does not run with these settings: set {}", lacks.join("; "));
+            let message =
+                format!("update.rule = \"server\" does not run with these settings: set {}", lacks.join("; "));
             self.problem("update.rule", message);
         }
     }

@@ -31,7 +31,8 @@ impl Resolver {
     ) -> (Option<Apart>, Option<ServerRule>, Compression) {
         let (apart, server) = (self.update(parallel), self.server(parallel));
         // A parameter server refuses compression itself.
-        let compression = if server.is_some() { Compression::default() } else { self.compression(parallel, apart, batch) };
+        let compression =
+            if server.is_some() { Compression::default() } else { self.compression(parallel, apart, batch) };
         (apart, server, compression)
     }
 

@@ -168,7 +168,8 @@ impl<'p> HostPrices<'p> {
             }
             Action::Push { .. } | Action::Pull { .. } => {
                 let group = along(Axis::Shard);
-                let operation = if let Action::Push { .. } = instruction.action { "reduce_scatter" } else { "all_gather" };
+                let operation =
+                    if let Action::Push { .. } = instruction.action { "reduce_scatter" } else { "all_gather" };
                 let servers = program.server.map_or(group.ranks, |server| server.servers);
                 (self.collective(operation, group, bytes) * f64::from(group.ranks) / f64::from(servers), group.ranks)
             }
