@@ -37,15 +37,16 @@ fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 3]> {
     records(folder, run).iter().map(|line| ["step", "loss", "grad_norm"].map(|key| line[key].clone())).collect()
 }
 
-/// Threads and processes with a parameter server end in the records and checkpoints of synchronous
-/// training, and so does a run that goes on from a checkpoint in the middle, as threads or
-/// processes, whichever began it.
+/// Threads and processes with a parameter server end in the records of synchronous training, and in
+/// the checkpoint of ZeRO stage 1, byte by byte. So does a run that goes on from a checkpoint in the
+/// middle, as threads or processes, whichever began it.
 #[test]
 fn a_staleness_of_zero_is_synchronous_training_for_threads_processes_and_resumed_runs() {
     let folder = Folder::new();
     let ended = |name: &str| tensors(&folder.join(&format!("runs/{name}")));
-    run(&folder, &train("synchronous", &["parallel.ranks=2"]), "").ok();
-    run(&folder, &train("threads", &[&TWO[..], &["update.servers=1"]].concat()), "").ok();
+    let zero_1 = ["parallel.ranks=2", "parallel.data_parallel_shard_degree=2", "parallel.zero_stage=1"];
+    run(&folder, &train("synchronous", &zero_1), "").ok();
+    run(&folder, &train("threads", &TWO), "").ok();
     run(&folder, &launched(train("processes", &TWO)), "").ok();
     for name in ["threads", "processes"] {
         assert_eq!(losses(&folder, name), losses(&folder, "synchronous"), "{name}");
@@ -59,6 +60,12 @@ fn a_staleness_of_zero_is_synchronous_training_for_threads_processes_and_resumed
         assert_eq!(losses(&folder, name), losses(&folder, "synchronous"), "resumed {name}");
         assert!(ended(name) == ended("synchronous"), "resumed {name}");
     }
+    // One server writes other files. What it wrote goes on with any rule.
+    run(&folder, &train("one", &[&TWO[..], &["update.servers=1"]].concat()), "").ok();
+    fs::remove_dir_all(folder.join("runs/one/checkpoints/step-00000006")).unwrap();
+    let sets = ["--set", "update.rule=synchronous", "--set", "update.servers=auto", "--set", "update.staleness=auto"];
+    run(&folder, &[resume("one"), sets.map(str::to_owned).to_vec()].concat(), "").ok();
+    assert_eq!(losses(&folder, "one"), losses(&folder, "synchronous"));
 }
 
 /// Stale workers: pulls are counted by what they lack and stay within the bound, checkpoints and

@@ -311,8 +311,8 @@ impl Communicator {
         self.core.exchange(None, Some((from, data)))
     }
 
-    /// As [`Communicator::recv`], but waits without a deadline: for a server, whose clients may have
-    /// nothing to ask for long. It ends when the world fails or the other rank leaves.
+    /// As [`Communicator::recv`], but waits without a deadline: for a server, whose clients may ask
+    /// nothing for long. It ends when the world fails or the other rank leaves.
     pub fn recv_request<T: Scalar>(&self, data: &mut [T], from: usize) -> Result<()> {
         self.idle();
         self.core.exchange_within(None, Some((from, data)), REQUEST_DEADLINE)

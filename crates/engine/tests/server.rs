@@ -97,7 +97,7 @@ fn a_worker_is_ahead_of_another_by_the_bound_and_no_more() {
     let ends: Vec<End> = std::thread::scope(|scope| {
         let (resolved, load) = (&resolved, &load);
         let ranks = local::World::new(2).into_iter().map(|world| {
-            let train = |world| train_rank_with(resolved, world, STEPS, load, |_| Faults::new([], Hang::ForEver));
+            let train = move |world| train_rank_with(resolved, world, STEPS, load, |_| Faults::new([], Hang::ForEver));
             scope.spawn(move || run(world, train).unwrap())
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()

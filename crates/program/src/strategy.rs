@@ -172,8 +172,8 @@ impl StepKind {
     }
 }
 
-/// A parameter server (Li et al. 2014): some of the data ranks also host a server, which owns a part
-/// of the masters and of the optimizer state. All data ranks are workers.
+/// A parameter server (Li et al. 2014): some of the data ranks also host a server, which owns a
+/// part of the masters and of the optimizer state. All data ranks are workers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct ParameterServer {
     /// Number of servers: the first ranks. It divides the number of ranks.

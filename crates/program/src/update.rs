@@ -4,8 +4,9 @@
 use crate::lower::Lowering;
 use crate::{Action, Axis, Effect, Encoding, Instruction, MemoryKind, ParameterServer, State, StepKind, Tier};
 
-/// Numbers of 8 bytes that a worker's commit has beside its losses.
-const COMMIT_NUMBERS: u32 = 8;
+/// Words of 8 bytes that a worker sends with a commit beside its losses: four of the request, two
+/// numbers of targets, the learning rate, the limit of the norm, and the number of updates.
+const COMMIT_NUMBERS: u32 = 9;
 
 impl Lowering<'_> {
     /// Emits the norm and then, unit by unit: fetch the optimizer state, update, pass the result on

@@ -115,7 +115,7 @@ fn mutants_of_workers_steps_are_refused() {
     refused(&with(pull, Action::Pull { unit: pulled, staleness: 1 }), "may not have made all updates");
     refused(&with(pull, Action::Pull { unit: pulled, staleness: 4 }), "may lack the updates of 3 steps, not of 4");
     refused(&with(pull, Action::Pull { unit: pulled + 1, staleness: 0 }), "again");
-    refused(&with(push, Action::Push { unit: pushed - 1 }), "not complete");
+    refused(&with(push, Action::Push { unit: pushed - 1 }), "both touch the gradient");
     let reduce = Action::Reduce { unit: pushed, accumulate: false, axis: trainyard_program::Axis::Data };
     refused(&with(push, reduce), "servers sum gradients");
     refused(&with(commit, Action::Clip { axes: good.axes_of_norm() }), "servers take the norm");

@@ -134,8 +134,8 @@ choices! {
         /// As `local`, with the mean change as the gradient of an outer step with Nesterov momentum
         /// (Douillard et al. 2023). The result differs from that of synchronous steps.
         Diloco = "diloco",
-        /// Every rank pushes gradients to servers on `servers` of the ranks, which make the updates,
-        /// and pulls parameters, without waiting for other ranks (Li et al. 2014). With a
+        /// Every rank pushes gradients to servers on `servers` of the ranks, which make the
+        /// updates, and pulls parameters, without waiting for other ranks (Li et al. 2014). With a
         /// `staleness` of 0 the result has the bits of synchronous steps.
         Server = "server",
     }

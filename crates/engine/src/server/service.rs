@@ -54,9 +54,13 @@ impl Service {
 impl Drop for Service {
     fn drop(&mut self) {
         // A panic of a thread has failed the world already.
-        self.connections.drain(..).for_each(|thread| drop(thread.join()));
+        for thread in self.connections.drain(..) {
+            let _ = thread.join();
+        }
         self.server.close();
-        self.updates.take().map(|thread| drop(thread.join()));
+        if let Some(thread) = self.updates.take() {
+            let _ = thread.join();
+        }
     }
 }
 

@@ -141,7 +141,8 @@ impl Server {
     /// `oldest`, and returns the version. Waits for it until the deadline of `comm`.
     ///
     /// # Errors
-    /// The world's failure. After the deadline it is that of the workers that have not committed.
+    /// An `oldest` beyond the bound of staleness. The world's failure; after the deadline it is
+    /// that of the workers that have not committed.
     pub fn pull(
         &self,
         unit: usize,
@@ -150,17 +151,16 @@ impl Server {
         comm: Option<&Communicator>,
         take: impl FnOnce(&Tensor) -> Result<()>,
     ) -> Result<Version> {
+        if oldest < Clocks::oldest(clock, self.staleness) {
+            let bound = self.staleness;
+            return Err(does_not_fit(format!("a pull for clock {clock} takes version {oldest}: the bound is {bound}")));
+        }
         self.wait_for(oldest, comm)?;
         let masters = &self.owned(unit)?.masters;
         let published = self.published.read().unwrap_or_else(PoisonError::into_inner);
         take(masters)?;
         let lacks = clock.saturating_sub(published.number) as usize;
-        let mut pulls = lock(&self.staleness_of_pulls);
-        if pulls.len() <= lacks {
-            // The tests of the bound would see it.
-            pulls.resize(lacks + 1, 0);
-        }
-        pulls[lacks] += 1;
+        lock(&self.staleness_of_pulls)[lacks] += 1;
         Ok(*published)
     }
 
