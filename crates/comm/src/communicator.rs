@@ -27,6 +27,9 @@ pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(300);
 /// are to be used: their time is latency, and there are three exchanges by nodes instead of one.
 pub const BY_NODES_BYTES_MIN: usize = 64 << 10;
 
+/// The time for which a server waits for a request: longer than any run.
+const REQUEST_DEADLINE: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
 /// One rank's handle on a group of ranks.
 ///
 /// Dropping it tells the others that this rank will not come again; dropping it in a panic fails
@@ -308,6 +311,19 @@ impl Communicator {
         self.core.exchange(None, Some((from, data)))
     }
 
+    /// As [`Communicator::recv`], but waits without a deadline: for a server, whose clients may ask
+    /// nothing for long. It ends when the world fails or the other rank leaves.
+    pub fn recv_request<T: Scalar>(&self, data: &mut [T], from: usize) -> Result<()> {
+        self.idle();
+        self.core.exchange_within(None, Some((from, data)), REQUEST_DEADLINE)
+    }
+
+    /// Fails the world in the name of `members`, which something has been waiting for longer than
+    /// the deadline. Returns the world's first failure.
+    pub fn accuse_late(&self, members: &[usize]) -> CommError {
+        self.accuse(ErrorKind::Deadline { waited: self.deadline() }, members, None)
+    }
+
     /// Sends to one rank and receives from another at once, as in a ring.
     pub fn exchange<T: Scalar>(&self, send: &[T], to: usize, receive: &mut [T], from: usize) -> Result<()> {
         self.idle();
@@ -365,7 +381,7 @@ impl Communicator {
     }
 
     /// The longest time for which operations wait.
-    pub(crate) fn deadline(&self) -> Duration {
+    pub fn deadline(&self) -> Duration {
         self.core.deadline()
     }
 
@@ -646,6 +662,15 @@ impl Core {
     }
 
     fn exchange<T: Scalar>(&self, send: Option<(usize, &[T])>, receive: Option<(usize, &mut [T])>) -> Result<()> {
+        self.exchange_within(send, receive, self.deadline())
+    }
+
+    fn exchange_within<T: Scalar>(
+        &self,
+        send: Option<(usize, &[T])>,
+        receive: Option<(usize, &mut [T])>,
+        deadline: Duration,
+    ) -> Result<()> {
         let rank = self.rank();
         let ends = [(Operation::Send, send.map(|s| s.0)), (Operation::Receive, receive.as_ref().map(|r| r.0))];
         for (operation, peer) in ends {
@@ -665,11 +690,11 @@ impl Core {
         let verify = self.verify.load(Ordering::Relaxed);
         let sums: Vec<u64> = send.iter().filter(|_| verify).map(|(_, data)| xxh3_64(data)).collect();
         let Some((to, data)) = send.filter(|(_, data)| corrupt && !data.is_empty()) else {
-            return self.backend.exchange(send, receive, &self.terms(number, &sums));
+            return self.backend.exchange(send, receive, &Terms { deadline, ..self.terms(number, &sums) });
         };
         let bad = corrupted(data, 0..data.len(), number);
         let bad = &bytemuck::cast_slice(&bad)[..data.len()];
-        self.backend.exchange(Some((to, bad)), receive, &self.terms(number, &sums))
+        self.backend.exchange(Some((to, bad)), receive, &Terms { deadline, ..self.terms(number, &sums) })
     }
 }
 

@@ -229,6 +229,14 @@ impl Link {
         }
     }
 
+    /// Gives every rank the `data` of the rank with index `root`, through host memory.
+    pub(crate) fn broadcast(&self, data: &mut Tensor, root: usize) -> Result<()> {
+        match self.host.as_ref().filter(|_| !data.device().is_meta()) {
+            Some(comm) => Ok(data.with_bytes_mut(|data| comm.broadcast(data, root))??),
+            None => Ok(()),
+        }
+    }
+
     /// Sums `data` over the ranks in place, of f32 or bf16. NCCL adds in an order of its own, so
     /// this is for links through host memory where a fixed order is requested, and for sums of
     /// which at most one term is not zero.

@@ -61,6 +61,7 @@ pub mod resume;
 mod room;
 mod same_on_all_ranks;
 pub mod schedule;
+pub mod server;
 pub mod session;
 pub mod shape;
 pub mod snapshot;

@@ -9,6 +9,7 @@ use crate::collectives::Way;
 use crate::encoded::{EncodedSums, Moment, UnitExtents};
 use crate::positions::Positions;
 use crate::rank::RankSettings;
+use crate::server::ServerLinks;
 use crate::state::{Holding, does_not_fit};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -78,6 +79,8 @@ pub struct Links {
     pub(crate) tensor: Link,
     /// Link of the inner lane to the context-parallel group.
     pub(crate) context: Link,
+    /// The communicators with a parameter server, until its worker takes them.
+    pub(crate) server: Option<ServerLinks>,
     /// Communicator that reports this rank's failure to all others.
     pub(crate) alarm: Option<Communicator>,
     /// True if any link uses NCCL.
@@ -174,6 +177,7 @@ impl Maker<'_> {
         let pipeline = PipelineLinks { send: stages.clone(), receive: stages };
         let tensor = self.tensor_link("inner")?;
         let context = self.staged_nowhere().link("inner", "parts of sequences", group(Axis::Context))?;
+        let server = self.server_links()?;
         let alarm = world.map(|world| world.duplicate("alarm")).transpose()?;
         Ok(Links {
             gather,
@@ -182,10 +186,22 @@ impl Maker<'_> {
             pipeline,
             tensor,
             context,
+            server,
             alarm,
             by_nccl: self.nccl.is_some(),
             positions: Arc::default(),
         })
+    }
+
+    /// The communicators between workers and servers, if the program has a parameter server.
+    fn server_links(&self) -> Result<Option<ServerLinks>> {
+        let (Some(server), Some(world)) = (self.program.server, self.world) else { return Ok(None) };
+        let is_server = self.program.rank < server.servers;
+        Ok(Some(ServerLinks {
+            requests: world.duplicate("requests to servers")?,
+            answers: world.duplicate("answers of servers")?,
+            servers: world.split(u32::from(is_server), self.program.rank, "servers")?,
+        }))
     }
 
     /// A link to the tensor-parallel group.

@@ -15,6 +15,7 @@
 
 mod averages;
 mod group;
+mod of_server;
 mod on_host;
 
 use crate::Result;
@@ -172,7 +173,7 @@ impl Optimizer {
         };
         let mut offset = 0;
         for unit in 0..model.units().len() {
-            let trained = model.layout(unit, holding.shards).trained_elements() > 0;
+            let trained = !holding.own(&model.layout(unit, holding.shards)).is_empty();
             let count = if holding.holds(unit) && trained { tiers.chunks_of(unit) } else { 0 };
             let mut chunks = chunks(model, unit, holding, &settings, count)?;
             for chunk in &mut chunks {

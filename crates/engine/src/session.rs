@@ -531,7 +531,7 @@ impl Session {
 
 /// The place of a step's program in [`Session::programs`].
 pub(crate) fn program_index(kind: StepKind, snapshot: bool) -> usize {
-    2 * usize::from(kind == StepKind::Outer) + usize::from(snapshot)
+    2 * usize::from(matches!(kind, StepKind::Outer | StepKind::Drained)) + usize::from(snapshot)
 }
 
 /// A note on the effect of `precision.fp8` on this run, if it is on.

@@ -440,7 +440,11 @@ pub fn mesh(resolved: &Resolved) -> Mesh {
         cp: parallel.context as u32,
         tp: parallel.tensor as u32,
         ep: parallel.experts as u32,
-        ..Mesh::data(parallel.replicate as u32, parallel.shard as u32)
+        ..match resolved.server {
+            // Servers own shards of masters, as the ranks of a shard group do.
+            Some(_) => Mesh::data(1, parallel.data_degree() as u32),
+            None => Mesh::data(parallel.replicate as u32, parallel.shard as u32),
+        }
     }
 }
 
@@ -453,7 +457,7 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
     Ok(Strategy {
         accumulation_steps: resolved.batch.accumulation as u32,
         keep: keep(resolved, units),
-        zero_stage: parallel.zero_stage as u8,
+        zero_stage: if resolved.server.is_some() { 1 } else { parallel.zero_stage as u8 },
         reshard_after_forward: match parallel.reshard_after_forward {
             ConfigReshard::Always => Reshard::Always,
             ConfigReshard::Never => Reshard::Never,
@@ -471,7 +475,12 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
         pipeline: pipeline(resolved)?,
         cuts: cuts(resolved),
         sequence_parallel: parallel.sequence,
-        kind: if resolved.apart.is_some() { StepKind::Inner } else { StepKind::Synchronous },
+        kind: match (resolved.apart, resolved.server) {
+            (Some(_), _) => StepKind::Inner,
+            (_, Some(_)) => StepKind::Stale,
+            _ => StepKind::Synchronous,
+        },
+        server: resolved.server.map(|server| server.server),
         gradients: resolved.compression.gradients,
         outer: resolved.compression.outer,
         outer_momentum: resolved.apart.is_some_and(|apart| apart.outer.momentum != 0.0),
@@ -599,7 +608,7 @@ fn state_bytes(resolved: &Resolved) -> StateBytes {
     let average = if resolved.optimizer.averaging.is_some() { 4 } else { 0 };
     StateBytes {
         parameter: compute.size() as u32,
-        master: if compute == DType::F32 { 0 } else { 4 },
+        master: if compute == DType::F32 && resolved.server.is_none() { 0 } else { 4 },
         gradient: 4,
         optimizer: optimizer + average,
         reduce: reduce_dtype(resolved).size() as u32,
@@ -617,9 +626,15 @@ pub fn programs(shape: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u32)
     Ok([program(false)?, program(true)?])
 }
 
-/// The strategy of steps that end in an outer step; None where replicas do not train apart.
+/// The strategy of steps that end a round: in an outer step where replicas train apart, or with all
+/// updates of a parameter server. None where every step is the same.
 pub fn outer_strategy(resolved: &Resolved, strategy: &Strategy) -> Option<Strategy> {
-    resolved.apart.map(|_| Strategy { kind: StepKind::Outer, ..strategy.clone() })
+    let kind = match (resolved.apart, resolved.server) {
+        (Some(_), _) => StepKind::Outer,
+        (_, Some(_)) => StepKind::Drained,
+        _ => return None,
+    };
+    Some(Strategy { kind, ..strategy.clone() })
 }
 
 /// The checked program of a step of `model` for rank `rank` of `mesh`, whose micro-batches have

@@ -80,6 +80,9 @@ pub struct Summary {
     pub comm_share: f64,
     /// The part of `comm_share` that the compute lane waited for.
     pub comm_exposed_share: f64,
+    /// With a parameter server: the pulls of all workers from rank 0, by the number of updates that
+    /// the pulled parameters lacked.
+    pub staleness: Option<Vec<u64>>,
     /// Seconds from the start of the process to the end of the first step of this sitting.
     pub first_step_done_s: f64,
     /// Median seconds of rank 0's instructions in a step, by kind.
@@ -156,7 +159,7 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
         run.record(&outcome, kind, snapshot)?;
         run.guard_against_divergence(&outcome, kind)?;
         run.compare_replicas(kind)?;
-        run.look_for_dead_units()?;
+        run.look_for_dead_units(kind)?;
         if run.goes_back && run.go_back()? {
             continue;
         }
@@ -319,7 +322,7 @@ impl<'s> Run<'s> {
                 let end = self.round_end;
                 self.progress.note(&format!("asked to stop: the run ends with its round, after step {end}"));
             }
-            return Ok(Next::Step { kind: self.kind(), snapshot: self.snapshot_due() });
+            return Ok(self.next_step(self.snapshot_due()));
         }
         const STEP: u64 = 0;
         const STEP_WITH_SNAPSHOT: u64 = 1;
@@ -337,7 +340,7 @@ impl<'s> Run<'s> {
         } else {
             STEP
         };
-        let round = self.session.resolved.apart.map_or(1, |apart| apart.every);
+        let round = self.session.resolved.round_steps();
         // A run's last round may be shorter.
         let round_end = ((step / round + 1) * round).min(self.clock.steps.unwrap_or(u64::MAX)).max(step + 1);
         let mut word = [next, self.clock.steps.unwrap_or(u64::MAX), round_end];
@@ -351,7 +354,7 @@ impl<'s> Run<'s> {
             (self.clock.schedule.steps, self.clock.steps) = (Some(steps), Some(steps));
         }
         Ok(match next {
-            STEP | STEP_WITH_SNAPSHOT => Next::Step { kind: self.kind(), snapshot: next == STEP_WITH_SNAPSHOT },
+            STEP | STEP_WITH_SNAPSHOT => self.next_step(next == STEP_WITH_SNAPSHOT),
             COMPLETE => Next::End(Ending::Complete),
             PAUSED => Next::End(Ending::Paused),
             _ => {
@@ -363,12 +366,15 @@ impl<'s> Run<'s> {
         })
     }
 
-    /// The kind of the next step.
-    fn kind(&self) -> StepKind {
-        match self.session.programs[0].kind {
-            StepKind::Inner if self.session.state.step + 1 == self.round_end => StepKind::Outer,
+    /// The next step, with or without a snapshot at its end.
+    fn next_step(&self, snapshot: bool) -> Next {
+        let ends_round = self.session.state.step + 1 == self.round_end;
+        let kind = match self.session.programs[0].kind {
+            StepKind::Inner if ends_round => StepKind::Outer,
+            StepKind::Stale if ends_round || snapshot => StepKind::Drained,
             kind => kind,
-        }
+        };
+        Next::Step { kind, snapshot }
     }
 
     fn is_complete(&self) -> bool {
@@ -424,7 +430,7 @@ impl<'s> Run<'s> {
             rate_factor: self.clock.schedule.factor(session.state.step),
             clip_norm: session.resolved.optimizer.clip_norm,
         };
-        let apart = !kind.is_synchronous();
+        let apart = kind.is_apart();
         let program = &session.programs[program_index(kind, snapshot)];
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
         let copies = session.copies_state;
@@ -529,6 +535,7 @@ impl<'s> Run<'s> {
             predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
+            staleness: outcome.staleness.clone(),
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
         };
@@ -582,8 +589,9 @@ impl<'s> Run<'s> {
     fn guard_against_divergence(&mut self, outcome: &StepOutcome, kind: StepKind) -> Result<()> {
         let mut skipped = self.session.state.skipped_in_a_row;
         match kind {
-            StepKind::Synchronous => {}
-            StepKind::Inner => return Ok(()),
+            // The workers of a server have the same counts once they have all updates.
+            StepKind::Synchronous | StepKind::Drained => {}
+            StepKind::Inner | StepKind::Stale => return Ok(()),
             StepKind::Outer => {
                 let world = &self.session.world;
                 let mut all = vec![0; 2 * world.size()];
@@ -666,6 +674,7 @@ impl<'s> Run<'s> {
             data_wait_share: self.sitting.data_wait_share(),
             comm_share: self.sitting.comm_share(),
             comm_exposed_share: self.sitting.comm_exposed_share(),
+            staleness: self.sitting.staleness.clone(),
             first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
             instructions: measured.instructions,
             memory,
@@ -689,6 +698,16 @@ impl RunState {
         self.scaler = rank.scaler();
         self.samples = samples;
         self.tokens += outcome.tokens;
+        match outcome.server {
+            // Skips are known once all updates are.
+            Some(server) if server.is_drained => {
+                self.skipped = self.step.saturating_sub(self.updates);
+                self.skipped_in_a_row = server.skipped_in_a_row;
+                return self.history.add(outcome.loss, outcome.gradient_norm, deviations);
+            }
+            Some(_) => return None,
+            None => {}
+        }
         self.skipped += u64::from(outcome.skipped);
         // A dynamic loss scale overflows now and then by design, which is no sign of divergence.
         let counts = outcome.skipped && !outcome.spike && !self.scaler.is_dynamic();

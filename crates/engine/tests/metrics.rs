@@ -26,6 +26,7 @@ fn step(step: u64) -> StepMetrics {
         predicted_mem_peak_bytes: Some(1 << 20),
         loss_scale: None,
         drift: None,
+        staleness: None,
         experts: None,
         skipped: false,
     }

@@ -115,6 +115,7 @@ impl<'a> Bounds<'a> {
             fused_loss: false,
             micro_batches: 1,
             kind: StepKind::Synchronous,
+            server: None,
             folded: false,
             snapshot: false,
             prefetch: 1,

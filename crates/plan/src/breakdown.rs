@@ -88,11 +88,14 @@ impl TimeCategory {
         match action {
             Action::Forward { .. } => TimeCategory::Forward,
             Action::Backward { .. } => TimeCategory::Backward,
-            Action::Fold { .. } | Action::Clip { .. } | Action::Update { .. } => TimeCategory::Update,
-            Action::Gather { .. } | Action::Release { .. } => TimeCategory::Gather,
-            Action::Reduce { .. } | Action::Tie { .. } | Action::Count { .. } | Action::Outer { .. } => {
-                TimeCategory::Reduce
-            }
+            // The servers' work for a step follows its commits.
+            Action::Fold { .. } | Action::Clip { .. } | Action::Commit | Action::Update { .. } => TimeCategory::Update,
+            Action::Gather { .. } | Action::Release { .. } | Action::Pull { .. } => TimeCategory::Gather,
+            Action::Reduce { .. }
+            | Action::Tie { .. }
+            | Action::Count { .. }
+            | Action::Push { .. }
+            | Action::Outer { .. } => TimeCategory::Reduce,
             Action::Exchange { axis: Axis::Context, .. } => TimeCategory::Context,
             Action::Exchange { axis: Axis::Expert, .. } => TimeCategory::Expert,
             Action::Exchange { .. } => TimeCategory::Tensor,

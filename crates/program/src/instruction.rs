@@ -261,6 +261,22 @@ pub enum Action {
         /// Axis along which replicas train apart: [`Axis::Replicate`].
         axis: Axis,
     },
+    /// Sends a unit's gradient of the step to the servers, each its part of it.
+    Push {
+        /// Index of the unit.
+        unit: u32,
+    },
+    /// Tells every server that this worker's pushes of the step are complete, with the losses and
+    /// the number of targets. Once all workers have committed a step, the servers sum its gradients
+    /// in the order of ranks, take the norm together, and update their masters.
+    Commit,
+    /// Receives a unit's parameters from the servers, each its part of them.
+    Pull {
+        /// Index of the unit.
+        unit: u32,
+        /// Number of steps, up to and with this one, whose updates may still be missing.
+        staleness: u32,
+    },
     /// Copies state from its tier to where it is used.
     Fetch {
         /// Index of the unit.
@@ -338,13 +354,18 @@ impl Action {
     pub const fn lane(self) -> Lane {
         match self {
             Action::Load { .. } => Lane::Input,
-            Action::Gather { .. } | Action::Release { .. } => Lane::Gather,
+            Action::Gather { .. } | Action::Release { .. } | Action::Pull { .. } => Lane::Gather,
             Action::Forward { .. }
             | Action::Backward { .. }
             | Action::Fold { .. }
             | Action::Clip { .. }
+            | Action::Commit
             | Action::Update { .. } => Lane::Compute,
-            Action::Count { .. } | Action::Reduce { .. } | Action::Tie { .. } | Action::Outer { .. } => Lane::Reduce,
+            Action::Count { .. }
+            | Action::Reduce { .. }
+            | Action::Tie { .. }
+            | Action::Push { .. }
+            | Action::Outer { .. } => Lane::Reduce,
             Action::Send { .. } => Lane::Send,
             Action::Recv { .. } => Lane::Receive,
             Action::Exchange { .. } => Lane::Inner,
@@ -370,6 +391,9 @@ impl Action {
             Action::Clip { .. } => "clip",
             Action::Update { .. } => "update",
             Action::Outer { .. } => "outer",
+            Action::Push { .. } => "push",
+            Action::Commit => "commit",
+            Action::Pull { .. } => "pull",
             Action::Fetch { .. } => "fetch",
             Action::Evict { .. } => "evict",
             Action::Snapshot => "snapshot",
@@ -391,9 +415,13 @@ impl Action {
             | Action::Exchange { unit, .. }
             | Action::Update { unit, .. }
             | Action::Outer { unit, .. }
+            | Action::Push { unit }
+            | Action::Pull { unit, .. }
             | Action::Fetch { unit, .. }
             | Action::Evict { unit, .. } => Some(unit),
-            Action::Load { .. } | Action::Count { .. } | Action::Clip { .. } | Action::Snapshot => None,
+            Action::Load { .. } | Action::Count { .. } | Action::Clip { .. } | Action::Commit | Action::Snapshot => {
+                None
+            }
         }
     }
 

@@ -90,6 +90,11 @@ fn at_rank(first: &Program, offset: u32) -> Program {
             _ => {}
         }
     }
+    if program.server.is_some_and(|server| program.rank >= server.servers) {
+        // The first rank is a server, and this one is none.
+        let of_server = [MemoryKind::Masters, MemoryKind::Optimizer, MemoryKind::Communication];
+        program.resident.retain(|effect| !of_server.contains(&effect.kind));
+    }
     program
 }
 
@@ -210,6 +215,7 @@ impl<'a> Lowering<'a> {
             fused_loss: backward_follows(&passes, units as u32 - 1),
             micro_batches: accumulation,
             kind: strategy.kind,
+            server: strategy.server,
             folded: strategy.elastic,
             snapshot: strategy.snapshot,
             prefetch: strategy.prefetch,
@@ -332,7 +338,8 @@ impl<'a> Lowering<'a> {
         }
         // The message is two numbers: tokens and targets.
         let axis = self.strategy.kind.gradient_axis();
-        let count = Instruction::new(Action::Count { axis }).moving(self.sizes.message(axis, 16));
+        let message = if self.program.counts_over_ranks() { self.sizes.message(axis, 16) } else { 0 };
+        let count = Instruction::new(Action::Count { axis }).moving(message);
         self.counted = self.builder.push(count, [last]);
     }
 
@@ -594,7 +601,11 @@ impl<'a> Lowering<'a> {
             }
             let due = !self.strategy.elastic || micro_batch + 1 == self.strategy.accumulation_steps;
             let axis = self.strategy.kind.gradient_axis();
-            if due && self.sizes.mesh.degree(axis) > 1 {
+            if self.program.server.is_some() {
+                let push = Instruction::new(Action::Push { unit }).moving(self.sizes.gradient(unit));
+                complete = self.builder.push(push, [complete]);
+                self.reduces.push(complete);
+            } else if due && self.sizes.mesh.degree(axis) > 1 {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
                 let message = self.sizes.reduced(unit, self.strategy.bytes.reduce);
                 let mut reduce = Instruction::new(Action::Reduce { unit, accumulate, axis }).moving(message);

@@ -18,7 +18,12 @@ impl fmt::Display for Program {
         let degrees =
             degrees.iter().filter(|(_, degree)| *degree > 1).map(|(name, degree)| format!(", {name} {degree}"));
         let (counts, degrees) = (self.instructions.len(), degrees.collect::<String>());
-        let of = format!("rank {} of {}{degrees}", self.rank, mesh.ranks());
+        let server = self.server.map_or_else(String::new, |server| {
+            let index = self.rank;
+            let hosts = if index < server.servers { format!(" and server {index}") } else { String::new() };
+            format!(", worker{hosts} of {} servers, staleness {}", server.servers, server.staleness)
+        });
+        let of = format!("rank {} of {}{degrees}{server}", self.rank, mesh.ranks());
         let batches = if self.micro_batches == 1 { "micro-batch" } else { "micro-batches" };
         writeln!(f, "{of}: {counts} instructions, {} units, {} {batches}", self.units.len(), self.micro_batches)?;
         writeln!(
@@ -137,6 +142,12 @@ fn describe(program: &Program, action: Action) -> String {
         Action::Tie { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Pipeline)),
         Action::Update { unit, chunk } => format!("{name} {}{}", unit_name(unit), part(program, unit, chunk)),
         Action::Outer { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Replicate)),
+        Action::Push { unit } => format!("{name} {} to {}", unit_name(unit), servers(program)),
+        Action::Commit => format!("{name} the step to {}", servers(program)),
+        Action::Pull { unit, staleness: 0 } => format!("{name} {} from {}", unit_name(unit), servers(program)),
+        Action::Pull { unit, staleness } => {
+            format!("{name} {} from {}, {staleness} stale", unit_name(unit), servers(program))
+        }
         Action::Fetch { unit, state } => format!("{name} {}", state_name(program, unit, state)),
         Action::Evict { unit, state, write } => {
             format!("{} {}", if write { name } else { "drop" }, state_name(program, unit, state))
@@ -162,6 +173,14 @@ fn describe(program: &Program, action: Action) -> String {
         }
         Action::Count { axis } => format!("{name}{}", unless(axis, Axis::Data)),
         Action::Clip { .. } | Action::Snapshot => name.to_owned(),
+    }
+}
+
+/// The number of servers in words.
+fn servers(program: &Program) -> String {
+    match program.server.map_or(0, |server| server.servers) {
+        1 => "1 server".to_owned(),
+        servers => format!("{servers} servers"),
     }
 }
 

@@ -1,8 +1,8 @@
 //! The program of one rank.
 
 use crate::{
-    Action, Axes, Axis, BackwardPart, Effect, Extent, Instruction, Lane, MemoryKind, Mesh, Offload, Phase, Placement,
-    SplitShape, State, StepKind, Stretch, Tier,
+    Action, Axes, Axis, BackwardPart, Effect, Extent, Instruction, Lane, MemoryKind, Mesh, Offload, ParameterServer,
+    Phase, Placement, SplitShape, State, StepKind, Stretch, Tier,
 };
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -51,6 +51,9 @@ pub struct Program {
     /// The kind of the step.
     #[serde(default, skip_serializing_if = "StepKind::is_synchronous")]
     pub kind: StepKind,
+    /// The parameter server, if the rank is a worker of one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server: Option<ParameterServer>,
     /// True if each micro-batch's gradient has a buffer of its own. The buffers are folded along a
     /// binary tree.
     pub folded: bool,
@@ -199,8 +202,14 @@ impl Program {
     /// train apart.
     pub fn ranks_of_norm(&self) -> Vec<u32> {
         let own = self.mesh.coordinates(self.rank).dp_replicate;
-        let here = |rank: &u32| self.kind.is_synchronous() || self.mesh.coordinates(*rank).dp_replicate == own;
+        let here = |rank: &u32| !self.kind.is_apart() || self.mesh.coordinates(*rank).dp_replicate == own;
         (0..self.mesh.ranks()).filter(here).collect()
+    }
+
+    /// True if ranks exchange the numbers of their targets before they compute. Workers that need
+    /// not wait for each other do not: servers learn the numbers from them.
+    pub fn counts_over_ranks(&self) -> bool {
+        self.server.is_none_or(|server| server.staleness == 0)
     }
 
     /// The tier of the state that an action fetches or evicts; None for other actions.

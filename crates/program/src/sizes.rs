@@ -191,7 +191,7 @@ impl<'a> Sizes<'a> {
 
     /// True if the norm takes several ranks. Replicas that train apart have one each.
     pub fn exchanges_norm(&self) -> bool {
-        let replicas = if self.strategy.kind.is_synchronous() { 1 } else { self.mesh.dp_replicate };
+        let replicas = if self.strategy.kind.is_apart() { self.mesh.dp_replicate } else { 1 };
         self.mesh.ranks() > replicas
     }
 

@@ -140,13 +140,18 @@ pub enum StepKind {
     Inner,
     /// An inner step, and the outer step after it.
     Outer,
+    /// A worker's step with a parameter server. It ends with parameters that may lack the updates
+    /// of as many steps as [`ParameterServer::staleness`] says.
+    Stale,
+    /// As `Stale`, but the parameters have all updates, that of this step included.
+    Drained,
 }
 
 impl StepKind {
     /// The axis along which the gradients of a step are summed.
     pub const fn gradient_axis(self) -> Axis {
         match self {
-            StepKind::Synchronous => Axis::Data,
+            StepKind::Synchronous | StepKind::Stale | StepKind::Drained => Axis::Data,
             StepKind::Inner | StepKind::Outer => Axis::Shard,
         }
     }
@@ -155,6 +160,27 @@ impl StepKind {
     pub fn is_synchronous(&self) -> bool {
         *self == StepKind::Synchronous
     }
+
+    /// True for the steps of replicas that train apart.
+    pub fn is_apart(self) -> bool {
+        matches!(self, StepKind::Inner | StepKind::Outer)
+    }
+
+    /// True for the steps of workers with a parameter server.
+    pub fn is_of_server(self) -> bool {
+        matches!(self, StepKind::Stale | StepKind::Drained)
+    }
+}
+
+/// A parameter server (Li et al. 2014): some of the data ranks also host a server, which owns a
+/// part of the masters and of the optimizer state. All data ranks are workers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct ParameterServer {
+    /// Number of servers: the first ranks. It divides the number of ranks.
+    pub servers: u32,
+    /// The bound of staleness (Ho et al. 2013): a worker begins step `c` once the updates of steps
+    /// `0..c - staleness` are in its parameters.
+    pub staleness: u32,
 }
 
 /// A memory below the device's, to which state can be offloaded.
@@ -232,6 +258,8 @@ pub struct Strategy {
     pub outer: Option<Encoding>,
     /// True if outer steps have momentum.
     pub outer_momentum: bool,
+    /// The parameter server of steps that have one.
+    pub server: Option<ParameterServer>,
 }
 
 impl Strategy {
@@ -257,6 +285,7 @@ impl Strategy {
             gradients: None,
             outer: None,
             outer_momentum: true,
+            server: None,
         }
     }
 }
@@ -381,6 +410,10 @@ pub enum StrategyError {
         "replicas that train apart keep parameters, optimizer state and gradients on the device: leave out their offload"
     )]
     LocalOffload,
+    /// A parameter server is combined with something that its workers cannot do, or steps of its
+    /// workers have none.
+    #[error("a parameter server needs {0}")]
+    Server(&'static str),
     /// Elastic bits do not depend on the number of ranks, but encoding gradients and training apart
     /// do.
     #[error(
@@ -568,6 +601,7 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
         return Err(StrategyError::ElasticApart);
     }
     let Offload { optimizer, parameters, gradients, .. } = strategy.offload;
+    validate_server(mesh, strategy)?;
     if !strategy.kind.is_synchronous() && (optimizer.is_some() || parameters.is_some() || gradients.is_some()) {
         return Err(StrategyError::LocalOffload);
     }
@@ -579,6 +613,26 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     }
     validate_splits(model, mesh, strategy)?;
     validate_pipeline(units as u32, mesh, strategy)
+}
+
+fn validate_server(mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError> {
+    let Some(server) = strategy.server else {
+        let needs = "a number of servers and a bound of staleness";
+        return if strategy.kind.is_of_server() { Err(StrategyError::Server(needs)) } else { Ok(()) };
+    };
+    let workers = mesh.dp_shard;
+    let needs = [
+        (strategy.kind.is_of_server(), "steps of workers"),
+        (mesh.ranks() == workers && workers > 1, "several data ranks in one shard group, and no other parallelism"),
+        (strategy.zero_stage == 1, "sharded masters and whole parameters and gradients: ZeRO stage 1"),
+        (server.servers > 0 && workers.is_multiple_of(server.servers), "a number of servers that divides its workers"),
+        (strategy.reduce_schedule == ReduceSchedule::PerStep, "one push of each unit's gradient in a step"),
+        (strategy.gradients.is_none() && strategy.outer.is_none(), "messages that are not encoded"),
+    ];
+    match needs.into_iter().find(|(given, _)| !given) {
+        Some((_, needs)) => Err(StrategyError::Server(needs)),
+        None => Ok(()),
+    }
 }
 
 fn validate_splits(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError> {

@@ -2,7 +2,11 @@
 //! unit.
 
 use crate::lower::Lowering;
-use crate::{Action, Axis, Effect, Encoding, Instruction, MemoryKind, State, StepKind, Tier};
+use crate::{Action, Axis, Effect, Encoding, Instruction, MemoryKind, ParameterServer, State, StepKind, Tier};
+
+/// Words of 8 bytes that a worker sends with a commit beside its losses: four of the request, two
+/// numbers of targets, the learning rate, the limit of the norm, and the number of updates.
+const COMMIT_NUMBERS: u32 = 9;
 
 impl Lowering<'_> {
     /// Emits the norm and then, unit by unit: fetch the optimizer state, update, pass the result on
@@ -10,6 +14,9 @@ impl Lowering<'_> {
     /// known. An update on the host therefore fetches them after the norm, unless they are on the
     /// host already.
     pub(crate) fn update(&mut self) {
+        if let Some(server) = self.strategy.server {
+            return self.update_by_server(server);
+        }
         let last_pass = self.ran.last().map(|ran| ran.last);
         let tied = self.tie();
         let chunks = |unit: &u32| (0..self.sizes.chunks(*unit)).map(|chunk| (*unit, chunk)).collect::<Vec<_>>();
@@ -36,6 +43,40 @@ impl Lowering<'_> {
         if self.strategy.snapshot {
             self.builder.push(Instruction::new(Action::Snapshot), updated.into_iter().chain(self.outer));
         }
+    }
+
+    /// Emits the commit of the step's pushes and then, unit by unit, the pull of parameters that
+    /// are new enough for the next step. A snapshot reads the servers' state, so all updates must
+    /// have been made by then.
+    fn update_by_server(&mut self, server: ParameterServer) {
+        // A worker's losses go to each server, beside the numbers of `Commit` in the engine.
+        let commit = 8 * u64::from(COMMIT_NUMBERS + self.strategy.accumulation_steps) * u64::from(server.servers);
+        let commit = Instruction::new(Action::Commit).moving(commit);
+        let last_pass = self.ran.last().map(|ran| ran.last);
+        let commit = self.builder.push(commit, self.reduces.last().copied().into_iter().chain(last_pass));
+        let is_drained = self.strategy.kind == StepKind::Drained || self.strategy.snapshot;
+        let staleness = if is_drained { 0 } else { server.staleness };
+        let mut pulled = commit;
+        for unit in self.trains.clone() {
+            let message = self.sizes.trained(unit, self.strategy.bytes.parameter);
+            pulled = self.builder.push(Instruction::new(Action::Pull { unit, staleness }).moving(message), [commit]);
+        }
+        if self.strategy.snapshot {
+            self.builder.push(Instruction::new(Action::Snapshot), [pulled]);
+        }
+    }
+
+    /// Bytes that a parameter server on this rank holds for messages: the gradients of every worker
+    /// for as many steps as may lack an update, and a copy of the largest unit for each other
+    /// worker that pulls.
+    fn server_buffers(&self, of_server: impl Fn(u64) -> u64) -> u64 {
+        let Some(server) = self.strategy.server else { return 0 };
+        let workers = u64::from(self.sizes.mesh.dp_shard);
+        let held = |width| self.trains.iter().map(move |unit| (*unit, width));
+        let part = |(unit, width): (u32, u32)| of_server(self.sizes.held(unit, self.sizes.placement.masters, width));
+        let gradients: u64 = held(4).map(part).sum();
+        let largest = held(self.strategy.bytes.parameter).map(part).max().unwrap_or(0);
+        u64::from(server.staleness + 1) * workers * gradients + (workers - 1) * largest
     }
 
     /// True if the update runs on the host, where the optimizer state lies.
@@ -170,17 +211,24 @@ impl Lowering<'_> {
         let sum = |of: &dyn Fn(u32) -> u64| self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64;
         let gradient = |unit| self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.gradient);
         let copies_held = self.holds.iter().map(|unit| self.sizes.parameters(*unit)).sum::<u64>() as i64;
+        // Fewer servers than ranks hold the shards of several ranks each.
+        let of_server = |bytes: u64| match self.strategy.server {
+            Some(server) if self.program.rank >= server.servers => 0,
+            Some(server) => bytes * u64::from(self.sizes.mesh.dp_shard / server.servers),
+            None => bytes,
+        };
         let effects = [
             (MemoryKind::Parameters, offload.parameters, copies_held),
-            (MemoryKind::Masters, offload.optimizer, sum(&|unit| self.sizes.optimizer(unit)[0])),
+            (MemoryKind::Masters, offload.optimizer, sum(&|unit| of_server(self.sizes.optimizer(unit)[0]))),
             (MemoryKind::Gradients, offload.gradients, sum(&gradient)),
-            (MemoryKind::Optimizer, offload.optimizer, sum(&|unit| self.sizes.optimizer(unit)[1])),
+            (MemoryKind::Optimizer, offload.optimizer, sum(&|unit| of_server(self.sizes.optimizer(unit)[1]))),
         ];
         let masters = |unit| self.sizes.held(unit, self.sizes.placement.masters, 4);
         // The parameters of the last outer step and their momentum.
         let copies = 1 + i64::from(self.strategy.outer_momentum);
-        let apart = if self.strategy.kind.is_synchronous() { 0 } else { copies * sum(&masters) };
-        let kept = [(MemoryKind::Optimizer, None, apart), (MemoryKind::Communication, None, self.residuals())];
+        let apart = if self.strategy.kind.is_apart() { copies * sum(&masters) } else { 0 };
+        let buffers = self.residuals() + self.server_buffers(of_server) as i64;
+        let kept = [(MemoryKind::Optimizer, None, apart), (MemoryKind::Communication, None, buffers)];
         let effects = effects.into_iter().chain(kept);
         let here = effects.filter(|(_, tier, bytes)| tier.is_none() && *bytes != 0);
         here.map(|(kind, _, bytes)| Effect { kind, bytes }).collect()
@@ -197,10 +245,10 @@ impl Lowering<'_> {
             let over_replicas = |part: u64| if replicas > 1 { part + part.div_ceil(replicas) } else { 0 };
             let gradients = with_feedback(self.strategy.gradients).map_or(0, |encoding| {
                 let in_group = if shards > 1 && encoding.is_over(Axis::Shard) { whole } else { 0 };
-                let across = self.strategy.kind.is_synchronous();
+                let across = !self.strategy.kind.is_apart();
                 in_group + if across { over_replicas(whole / shards) } else { 0 }
             });
-            let outer = with_feedback(self.strategy.outer).filter(|_| !self.strategy.kind.is_synchronous());
+            let outer = with_feedback(self.strategy.outer).filter(|_| self.strategy.kind.is_apart());
             gradients + outer.map_or(0, |_| over_replicas(self.sizes.held(unit, self.sizes.placement.masters, 4)))
         };
         self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64

@@ -127,6 +127,22 @@ impl Costs {
                 self.collective(Operation::AllReduce, sent, mesh.degree(axis), stride)
                     + self.stream_s(6.0 * bytes + encoding_bytes(program, instruction))
             }
+            // Every server takes its part from every worker, as the ranks of a reduce-scatter do.
+            Action::Push { .. } => {
+                self.collective(Operation::ReduceScatter, bytes, mesh.shard_degree(), mesh.tp) * of_servers(program)
+            }
+            Action::Pull { .. } => {
+                self.collective(Operation::AllGather, bytes, mesh.shard_degree(), mesh.tp) * of_servers(program)
+            }
+            // A server of the rank shares its cores: it adds up the gradients of all workers,
+            // squares the sum and updates its part.
+            Action::Commit => {
+                let state = &self.stack.state;
+                let (workers, gradient) = (mesh.shard_degree(), f64::from(state.gradient));
+                let moved = f64::from(workers + 2) * gradient + f64::from(2 * state.master + 2 * state.optimizer);
+                let elements: f64 = program.trains().iter().map(|unit| self.unit(*unit).elements).sum();
+                self.stream_s(moved * elements / f64::from(workers) * of_servers(program))
+            }
             // The first and the last stage share the unit.
             Action::Tie { axis: Axis::Pipeline, .. } => {
                 self.collective(Operation::AllReduce, bytes, 2, mesh.stage_ranks())
@@ -400,6 +416,12 @@ impl Units {
             batch_bytes: 16 * u64::from(work.micro_batch) * u64::from(work.sequence),
         }
     }
+}
+
+/// The factor by which fewer servers than workers lengthen what a server does: the servers have the
+/// parts of all ranks.
+fn of_servers(program: &Program) -> f64 {
+    program.server.map_or(1.0, |server| f64::from(program.mesh.shard_degree()) / f64::from(server.servers))
 }
 
 #[cfg(test)]

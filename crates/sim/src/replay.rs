@@ -51,6 +51,7 @@ fn key(program: &Program, action: Action) -> Option<Key> {
     let phase = |phase| u32::from(phase == Phase::Backward);
     let (ranks, last) = match action {
         Action::Gather { over, .. } => (mesh.neighbours(program.rank, Axis::Shard, over).ranks, [0, 0]),
+        Action::Count { .. } if !program.counts_over_ranks() => return None,
         Action::Count { axis }
         | Action::Reduce { axis, .. }
         | Action::Tie { axis, .. }

@@ -668,6 +668,14 @@ fn result(session: &Session, summary: &Summary) -> String {
     text + &format!("run folder   {} ({}, metrics.jsonl, checkpoints)\n", session.folder.display(), files::CONFIG)
 }
 
+/// A line about the pulls from a parameter server, by the number of updates that they lacked.
+fn staleness(pulls: &[u64]) -> String {
+    let all = pulls.iter().sum::<u64>().max(1);
+    let share = |(lacked, pulls): (usize, &u64)| format!("{lacked}: {:.1} %", 100.0 * *pulls as f64 / all as f64);
+    let shares: Vec<String> = pulls.iter().enumerate().map(share).collect();
+    format!("staleness    updates that pulled parameters lacked: {}\n", shares.join(", "))
+}
+
 /// The summary of a run: result, speed, memory, and commands to continue with.
 fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> String {
     let folder = session.folder.display();
@@ -684,12 +692,14 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
                 100.0 * summary.comm_exposed_share
             ),
         };
+        let staleness = summary.staleness.as_deref().map(staleness).unwrap_or_default();
         text += &format!(
             "speed        {} tokens/s{share}\n\
              {}\
              {}\
              data         {:.3} % of the time waiting for it\n\
              {exchange}\
+             {staleness}\
              first step   done {:.2} s after the program's start\n",
             count(summary.tps_median as u64),
             times(session, summary, verbosity),

@@ -30,6 +30,7 @@ mod resolve_distillation;
 mod resolve_fine_tuning;
 mod resolve_model;
 mod resolve_parallel;
+mod resolve_server;
 mod resolve_update;
 mod section;
 mod sections;
@@ -54,6 +55,7 @@ pub use resolve::{Derivation, Inputs, Limits, ModelSource, OptimizerSettings, Pr
 pub(crate) use resolve::{omp_num_threads, usual_sequence_length};
 pub use resolve_model::ModelShape;
 pub use resolve_parallel::Parallel;
+pub use resolve_server::ServerRule;
 pub use resolve_update::Apart;
 pub use section::{Key, Section};
 pub use sections::*;

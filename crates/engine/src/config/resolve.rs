@@ -6,7 +6,7 @@ use super::mistaken::{hub_dataset, hub_model};
 use super::resolve_model::ModelShape;
 use super::sections::*;
 use super::value::ConfigValue;
-use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel};
+use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel, ServerRule};
 use crate::averaging::Averaging;
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
@@ -184,6 +184,8 @@ pub struct Resolved {
     pub parallel: Parallel,
     /// The rule of replicas that train apart; None for synchronous steps.
     pub apart: Option<Apart>,
+    /// The rule of workers with a parameter server; None for other rules.
+    pub server: Option<ServerRule>,
     /// The form of messages between ranks.
     pub compression: crate::rank::Compression,
     /// Kernel threads of one rank.
@@ -202,6 +204,12 @@ fn isa_name<S: serde::Serializer>(isa: &Isa, serializer: S) -> Result<S::Ok, S::
 }
 
 impl Resolved {
+    /// The most steps between steps after which all ranks agree on what comes next: a round of
+    /// replicas that train apart or of workers with a server, else 1.
+    pub fn round_steps(&self) -> u64 {
+        self.apart.map(|apart| apart.every).or(self.server.map(|server| server.every)).unwrap_or(1)
+    }
+
     /// Tokens of one optimizer step, over all ranks.
     pub fn tokens_per_step(&self) -> u64 {
         self.batch.global as u64 * self.sequence_length as u64
@@ -247,7 +255,7 @@ impl Config {
         let batch = r.batch(parallel.data_degree());
         r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);
-        let (apart, compression) = r.exchanges(&parallel, batch);
+        let (apart, server, compression) = r.exchanges(&parallel, batch);
         r.divisions(&parallel, batch, sequence_length, &model);
         let limits = r.limits(inputs, batch, sequence_length);
         let optimizer = r.optimizer();
@@ -276,6 +284,7 @@ impl Config {
             schedule,
             parallel,
             apart,
+            server,
             compression,
             threads,
             isa,

@@ -43,7 +43,7 @@ impl Resolver {
         }
         if self.config.update.rule != UpdateRule::Synchronous {
             let message = format!(
-                "averaging.kind averages one set of weights, and with update.rule = \"{}\" every replica has its own: use \
+                "averaging.kind averages one set of weights, and with update.rule = \"{}\" ranks have different ones: use \
                  update.rule = \"synchronous\", or set averaging.kind to \"off\"",
                 self.config.update.rule
             );

@@ -3,7 +3,7 @@
 use super::resolve::Resolver;
 use super::sections::*;
 use super::sections_parallel::*;
-use super::{Batch, DeviceKind, Parallel};
+use super::{Batch, DeviceKind, Parallel, ServerRule};
 use crate::encoded::CodeRounding;
 use crate::outer::OuterSettings;
 use crate::rank::Compression;
@@ -20,23 +20,32 @@ pub struct Apart {
 }
 
 /// The most steps between outer steps.
-const EVERY_MAX: u64 = 1 << 20;
+pub(super) const EVERY_MAX: u64 = 1 << 20;
 
 impl Resolver {
     /// Resolves `[update]` and `[compression]`.
-    pub(super) fn exchanges(&mut self, parallel: &Parallel, batch: Batch) -> (Option<Apart>, Compression) {
-        let apart = self.update(parallel);
-        (apart, self.compression(parallel, apart, batch))
+    pub(super) fn exchanges(
+        &mut self,
+        parallel: &Parallel,
+        batch: Batch,
+    ) -> (Option<Apart>, Option<ServerRule>, Compression) {
+        let (apart, server) = (self.update(parallel), self.server(parallel));
+        // A parameter server refuses compression itself.
+        let compression =
+            if server.is_some() { Compression::default() } else { self.compression(parallel, apart, batch) };
+        (apart, server, compression)
     }
 
-    /// Resolves `[update]`; None for synchronous steps.
+    /// Resolves `[update]` but the keys of a parameter server; None if replicas do not train apart.
     fn update(&mut self, parallel: &Parallel) -> Option<Apart> {
-        let UpdateSection { rule, every, outer_learning_rate, outer_momentum } = self.config.update.clone();
-        if rule == UpdateRule::Synchronous {
-            let because = "update.rule is \"synchronous\"";
-            self.unused("update.every", &every, because);
-            self.unused("update.outer_learning_rate", &outer_learning_rate, because);
-            self.unused("update.outer_momentum", &outer_momentum, because);
+        let UpdateSection { rule, every, outer_learning_rate, outer_momentum, .. } = self.config.update.clone();
+        if matches!(rule, UpdateRule::Synchronous | UpdateRule::Server) {
+            let because = format!("update.rule is \"{rule}\"");
+            if rule == UpdateRule::Synchronous {
+                self.unused("update.every", &every, &because);
+            }
+            self.unused("update.outer_learning_rate", &outer_learning_rate, &because);
+            self.unused("update.outer_momentum", &outer_momentum, &because);
             return None;
         }
         let refuse = |r: &mut Resolver, why: &str| r.problem("update.rule", format!("update.rule = \"{rule}\" {why}"));

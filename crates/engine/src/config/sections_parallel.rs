@@ -134,6 +134,10 @@ choices! {
         /// As `local`, with the mean change as the gradient of an outer step with Nesterov momentum
         /// (Douillard et al. 2023). The result differs from that of synchronous steps.
         Diloco = "diloco",
+        /// Every rank pushes gradients to servers on `servers` of the ranks, which make the
+        /// updates, and pulls parameters, without waiting for other ranks (Li et al. 2014). With a
+        /// `staleness` of 0 the result has the bits of synchronous steps.
+        Server = "server",
     }
 }
 
@@ -145,7 +149,8 @@ section! {
         #[elsewhere("semi_sync_method")]
         rule: UpdateRule = UpdateRule::Synchronous;
         /// Steps that each replica takes by itself before their changes are averaged. The last step
-        /// of a run averages too. Unset, with a rule that trains apart: 50.
+        /// of a run averages too. With `server` and a staleness: steps until all workers wait for
+        /// all updates and hear of a request to stop. Unset, with these rules: 50.
         #[elsewhere("sync_steps", "sync_every", "local_steps")]
         every: Option<usize> = None;
         /// Learning rate of the outer step of `diloco`. Unset: 0.7.
@@ -153,6 +158,14 @@ section! {
         outer_learning_rate: Option<f64> = None;
         /// Nesterov momentum of the outer step of `diloco`. Unset: 0.9.
         outer_momentum: Option<f64> = None;
+        /// Ranks that host a server, each with an equal part of the masters and of the optimizer
+        /// state: the first ones. It divides the number of ranks. Unset, with `server`: all ranks.
+        #[elsewhere("num_servers", "ps_num")]
+        servers: Option<usize> = None;
+        /// The most updates that a worker's parameters may lack when it begins a step (Ho et al.
+        /// 2013). 0: none. Unset, with `server`: 0.
+        #[elsewhere("staleness_bound", "max_staleness")]
+        staleness: Option<usize> = None;
     }
 }
 

@@ -85,6 +85,10 @@ pub struct StepMetrics {
     /// mean square distance of their changes from the mean change, as a share of its length.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
+    /// With a parameter server: the pulls of all workers from rank 0 since the step before, by the
+    /// number of updates that the pulled parameters lacked. Entry 0 counts pulls that lacked none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub staleness: Option<Vec<u64>>,
     /// The balance of experts, in a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertMetrics>,
@@ -440,6 +444,8 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     .into();
     scalars.extend(m.mfu.map(|mfu| ("mfu(%)".to_owned(), 100.0 * mfu)));
     scalars.extend(m.drift.map(|drift| ("drift".to_owned(), drift)));
+    let staleness = m.staleness.as_deref().and_then(mean_staleness);
+    scalars.extend(staleness.map(|mean| ("staleness/mean".to_owned(), mean)));
     let experts = m.experts.map(|experts| {
         [
             ("experts/load_max", experts.load_max),
@@ -456,9 +462,24 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     scalars
 }
 
+/// The mean number of updates that pulled parameters lacked; None without pulls.
+pub fn mean_staleness(pulls: &[u64]) -> Option<f64> {
+    let count: u64 = pulls.iter().sum();
+    let sum: f64 = pulls.iter().zip(0u32..).map(|(pulls, lacked)| *pulls as f64 * f64::from(lacked)).sum();
+    (count > 0).then(|| sum / count as f64)
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+
+    #[test]
+    fn the_mean_staleness_is_that_of_the_pulls() {
+        assert_eq!(mean_staleness(&[]), None);
+        assert_eq!(mean_staleness(&[0, 0]), None);
+        assert_eq!(mean_staleness(&[3]), Some(0.0));
+        assert_eq!(mean_staleness(&[1, 0, 3]), Some(1.5));
+    }
 
     pub(crate) fn sample(step: u64) -> StepMetrics {
         StepMetrics {
@@ -482,6 +503,7 @@ pub(crate) mod tests {
             predicted_mem_peak_bytes: Some(3 << 29),
             loss_scale: None,
             drift: None,
+            staleness: None,
             experts: None,
             skipped: false,
         }

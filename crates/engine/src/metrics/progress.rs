@@ -1,7 +1,7 @@
 //! The display of a running training: lines of figures that stay, and, on a terminal, a bar with
 //! the newest figures below them.
 
-use super::{EvaluationMetrics, StepMetrics};
+use super::{EvaluationMetrics, StepMetrics, mean_staleness};
 use crate::config::Limits;
 use crate::evaluate::EvaluationProgress;
 use crate::warning::is_warning;
@@ -252,6 +252,8 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
     parts.push(format_bytes(m.mem_peak_bytes));
     parts.extend((m.epoch > 1.0).then(|| format!("epoch {:.2}", m.epoch)));
     parts.extend(m.drift.map(|drift| format!("drift {drift:.3}")));
+    let staleness = m.staleness.as_deref().filter(|pulls| pulls.len() > 1).and_then(mean_staleness);
+    parts.extend(staleness.map(|mean| format!("stale {mean:.1}")));
     parts.extend(m.experts.map(|experts| format!("largest expert {:.2} x mean", experts.load_max)));
     parts.extend(m.loss_scale.map(|scale| format!("scale {scale}")));
     parts.extend(m.skipped.then(|| "SKIPPED".to_owned()));

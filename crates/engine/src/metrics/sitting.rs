@@ -61,6 +61,8 @@ pub struct Sitting {
     pub tps: Sample,
     /// Utilisations, where a peak is known.
     pub mfu: Sample,
+    /// With a parameter server, the pulls by the number of updates that their parameters lacked.
+    pub staleness: Option<Vec<u64>>,
     total_s: f64,
     data_wait_s: f64,
     comm_s: f64,
@@ -74,6 +76,11 @@ impl Sitting {
         self.step_s.add(step.step_s);
         self.tps.add(step.tps);
         step.mfu.into_iter().for_each(|mfu| self.mfu.add(mfu));
+        if let Some(pulls) = &step.staleness {
+            let sum = self.staleness.get_or_insert_default();
+            sum.resize(sum.len().max(pulls.len()), 0);
+            sum.iter_mut().zip(pulls).for_each(|(sum, pulls)| *sum += pulls);
+        }
         self.total_s += step.step_s;
         self.data_wait_s += step.data_wait_s;
         self.comm_s += step.comm_s;

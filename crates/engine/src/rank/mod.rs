@@ -25,12 +25,14 @@ mod pace;
 mod passes;
 mod replicas;
 mod step;
+mod worker;
 
 pub(crate) use apart::NamedResidual;
 pub use graphs::{kept, stretch};
 pub(crate) use offload::Setting;
 pub use pace::Pace;
-pub use step::{Launches, StepOutcome, StepSettings};
+pub(crate) use step::in_order;
+pub use step::{Launches, ServerStep, StepOutcome, StepSettings};
 
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
@@ -45,6 +47,7 @@ use crate::optimizer::Optimizer;
 use crate::outer::{OuterSettings, OuterStep, master_range};
 use crate::positions::{Doing, Positions};
 use crate::precision::LossScaler;
+use crate::server::Worker;
 use crate::state::{GradientState, Holding, ParameterState, initial_values, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
@@ -72,7 +75,7 @@ pub struct Rank {
     /// The parameters.
     pub parameters: ParameterState,
     gradients: GradientState,
-    pub(crate) optimizer: Optimizer,
+    pub(crate) optimizer: Arc<Optimizer>,
     tiers: Tiers,
     core: Mutex<Core>,
     gather_links: Mutex<GatherLinks>,
@@ -99,6 +102,8 @@ pub struct Rank {
     graphs: Option<Graphs>,
     /// The state of outer steps; None if replicas do not train apart.
     outer: Option<Mutex<OuterStep>>,
+    /// The worker of a parameter server, and the server that it hosts.
+    worker: Option<Worker>,
     /// The scales of 8-bit products; None if no products are 8-bit.
     fp8: Option<Mutex<Fp8State>>,
 }
@@ -194,6 +199,8 @@ impl Rank {
         let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
         let gradients = GradientState::new(device, &model, holding.clone(), &tiers)?;
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
+        let optimizer = Arc::new(optimizer);
+        let worker = worker::worker_of(device, &parameters, &optimizer, &mut links)?;
         let core = Core { scaler: settings.scaler, updates: 0, averaged: 0, skip_above: None };
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
         let mut rank =
@@ -202,6 +209,7 @@ impl Rank {
         rank.graphs = settings.graphs.then(Graphs::default);
         rank.fp8 = fp8.map(Mutex::new);
         rank.outer = outer.map(Mutex::new);
+        rank.worker = worker;
         rank.initialise()?;
         if device.is_meta() {
             rank.set_teacher_weights()?;
@@ -243,7 +251,7 @@ impl Rank {
         let tiers = Tiers::default();
         let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, &tiers)?;
         let core = Core { scaler: LossScaler::none(), updates: 0, averaged: 0, skip_above: None };
-        let state = (Optimizer::none(device), tiers);
+        let state = (Arc::new(Optimizer::none(device)), tiers);
         let gradients = GradientState::none(device);
         Ok(Rank::assemble(device, model, parameters, gradients, state, core, Links::default(), DType::F32, 0))
     }
@@ -253,7 +261,7 @@ impl Rank {
         model: Model,
         parameters: ParameterState,
         gradients: GradientState,
-        (optimizer, tiers): (Optimizer, Tiers),
+        (optimizer, tiers): (Arc<Optimizer>, Tiers),
         core: Core,
         links: Links,
         reduce_dtype: DType,
@@ -285,6 +293,7 @@ impl Rank {
             seed,
             graphs: None,
             outer: None,
+            worker: None,
             fp8: None,
         }
     }
@@ -448,6 +457,9 @@ impl Rank {
         if let Some(outer) = &rank.outer {
             lock(outer).is_in_round = true;
         }
+        if let Some(worker) = &rank.worker {
+            worker.begin(rank.updates());
+        }
         let step = &RunningStep::new(program, settings);
         let first = lock(step.ledger()).start();
         rank.take_for(&first, step)?;
@@ -484,6 +496,10 @@ impl Rank {
         });
         let gather: Handler<'_, EngineError> = Box::new(|number, instruction| {
             perform(number, instruction, &mut |at| {
+                if let Action::Pull { unit, staleness } = instruction.action {
+                    rank.post_as_worker(at);
+                    return rank.pull(unit, staleness, step);
+                }
                 let links = lock(&rank.gather_links);
                 links.post(at);
                 rank.gather(instruction, &links)
@@ -536,8 +552,10 @@ impl Rank {
             perform(number, instruction, &mut |at| {
                 rank.gradients.give_back(step.reductions_done(&instruction.after));
                 rank.before(step, instruction)?;
-                if matches!(instruction.action, Action::Clip { .. }) {
-                    lock(&rank.compute_links).post(at);
+                match instruction.action {
+                    Action::Clip { .. } => lock(&rank.compute_links).post(at),
+                    Action::Commit => rank.post_as_worker(at),
+                    _ => {}
                 }
                 if let Some(experts) = &rank.experts {
                     experts.post(at);
@@ -580,6 +598,7 @@ impl Rank {
         }
         let spans = ended?;
         let mut outcome = step.outcome();
+        outcome.staleness = rank.worker.as_ref().and_then(Worker::take_staleness);
         outcome.began = (!rank.device.is_meta()).then_some(began);
         outcome.take_times(program, spans);
         Ok(outcome)
@@ -658,6 +677,7 @@ impl Rank {
                 let reduction = Reduction { over: axis, accumulate, dtype: self.reduce_dtype, number, at };
                 self.gradients.reduce(unit as usize, reduction, links)
             }
+            Action::Push { unit } => self.push(unit),
             Action::Outer { unit, .. } => {
                 let Some(outer) = &self.outer else { return Err(cannot(instruction.action)) };
                 let mut outer = lock(outer);

@@ -45,6 +45,12 @@ pub struct StepOutcome {
     /// The drift between replicas before an outer step: the root mean square distance of their
     /// changes from the mean change, as a share of its length.
     pub drift: Option<f64>,
+    /// The part of the outcome that depends on a parameter server; None where every step waits for
+    /// its update.
+    pub server: Option<ServerStep>,
+    /// With a server on this rank: the pulls that it has answered since the step before, of all
+    /// workers, by the number of updates that their parameters lacked.
+    pub staleness: Option<Vec<u64>>,
     /// The ways of this step's tokens; None without experts.
     pub routing: Option<RoutingRecord>,
     /// The way its forwards and backwards were launched.
@@ -72,6 +78,17 @@ pub struct StepOutcome {
     pub tiers: Duration,
     /// The part of `tiers` that the compute lane waited for.
     pub tiers_exposed: Duration,
+}
+
+/// The state of a parameter server when its worker ended a step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ServerStep {
+    /// True if the worker has the updates of all steps. Otherwise the step's loss is that of this
+    /// rank alone, its norm is that of the newest update that the worker has heard of, and skipped
+    /// updates are not known yet.
+    pub is_drained: bool,
+    /// Number of updates up to the newest that were skipped in a row.
+    pub skipped_in_a_row: u64,
 }
 
 /// The way the forwards and backwards of a step were launched on the device.
@@ -136,6 +153,8 @@ pub(super) struct RunningStep<'p> {
     batches: Mutex<Vec<Option<Batch>>>,
     /// Number of targets of all ranks' micro-batches.
     targets: OnceLock<u64>,
+    /// Number of targets of this rank's micro-batches.
+    own_targets: OnceLock<u64>,
     carried: Mutex<Carried>,
     ledger: Mutex<Ledger>,
     /// Units and micro-batches whose activations are offloaded between forward and backward.
@@ -146,15 +165,15 @@ pub(super) struct RunningStep<'p> {
     /// The values that change their layout inside units.
     exchanges: Exchanges,
     pub(super) sent: BTreeSet<Message>,
-    outcome: Mutex<StepOutcome>,
+    pub(super) outcome: Mutex<StepOutcome>,
 }
 
 /// The part of a step's state that only the compute lane uses.
-struct Carried {
+pub(super) struct Carried {
     passes: Passes,
     /// The loss of each of this rank's micro-batches. Losses are read together with the norm, so
     /// that the host waits for a GPU once.
-    losses: Vec<Option<Tensor>>,
+    pub(super) losses: Vec<Option<Tensor>>,
     rates: Rates,
     /// The last reduction that is known to be done.
     reduced: u32,
@@ -177,6 +196,7 @@ impl<'p> RunningStep<'p> {
             }),
             batches: Mutex::new(vec![None; micro_batches]),
             targets: OnceLock::new(),
+            own_targets: OnceLock::new(),
             carried: Mutex::new(carried),
             ledger: Mutex::new(Ledger::new(program)),
             leave: program.instructions.iter().filter_map(leaves).collect(),
@@ -284,6 +304,11 @@ impl<'p> RunningStep<'p> {
         *self.targets.get().expect("the program counts before it computes")
     }
 
+    /// Number of targets in the loss, of this rank.
+    pub fn own_targets(&self) -> u64 {
+        *self.own_targets.get().expect("the program counts before it computes")
+    }
+
     pub fn outcome(&self) -> StepOutcome {
         lock(&self.outcome).clone()
     }
@@ -297,9 +322,15 @@ impl<'p> RunningStep<'p> {
             counts[0] += batch.len() as u64;
             counts[1] += batch.counted as u64;
         }
-        summed.sum_counts(&mut counts)?;
+        self.own_targets.set(counts[1]).ok();
+        if self.program.counts_over_ranks() {
+            summed.sum_counts(&mut counts)?;
+        } else {
+            // As if all workers had as many. The servers correct what they have in fact.
+            counts = counts.map(|count| count * u64::from(self.program.mesh.data_parallel()));
+        }
         // Replicas that train apart have equally many tokens.
-        let apart = if self.program.kind.is_synchronous() { 1 } else { self.program.mesh.dp_replicate };
+        let apart = if self.program.kind.is_apart() { self.program.mesh.dp_replicate } else { 1 };
         let [tokens, targets] = [counts[0] * u64::from(apart), counts[1]];
         // A program counts once.
         self.targets.set(targets).ok();
@@ -355,6 +386,7 @@ impl Rank {
             }
             Action::Fold { unit, .. } => self.gradients.fold(unit as usize),
             Action::Clip { .. } => self.clip(step, carried),
+            Action::Commit => self.commit(step, carried),
             Action::Update { unit, chunk } => self.update(step, carried, unit as usize, chunk),
             other => Err(cannot(other)),
         }
@@ -476,7 +508,7 @@ impl Rank {
         }
     }
 
-    fn read_loss(&self, loss: Option<Tensor>) -> Result<f64> {
+    pub(super) fn read_loss(&self, loss: Option<Tensor>) -> Result<f64> {
         match loss.filter(|_| !self.device.is_meta()) {
             Some(loss) => Ok(f64::from(loss.to_scalar()?)),
             None => Ok(0.0),
@@ -487,7 +519,7 @@ impl Rank {
 /// Every rank's chunks, by unit, in the order in which one rank with all of them has them: within a
 /// unit by rank and chunk. `own` holds this rank's chunks by unit; `all` holds every rank's, rank
 /// after rank.
-fn in_order(own: &[Vec<f64>], all: &[f64]) -> Vec<Vec<f64>> {
+pub(crate) fn in_order(own: &[Vec<f64>], all: &[f64]) -> Vec<Vec<f64>> {
     let of_a_rank: usize = own.iter().map(Vec::len).sum();
     let mut first = 0;
     let mut of_unit = |unit: &Vec<f64>| {

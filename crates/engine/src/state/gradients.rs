@@ -386,6 +386,12 @@ impl GradientState {
         Ok(())
     }
 
+    /// The gradient of a unit of which all contributions of the step have come, for the servers.
+    pub(crate) fn completed(&self, unit: usize) -> Result<Tensor> {
+        self.complete_sum(unit)?;
+        Ok(self.units[unit].sum())
+    }
+
     /// The units of which this rank holds something that is trained.
     fn held(&self) -> impl Iterator<Item = usize> + '_ {
         let trained = |unit: &usize| self.units[*unit].layout.trained_elements() > 0;

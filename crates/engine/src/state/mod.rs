@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 pub(crate) use trainyard_base::lock;
 use trainyard_model::{Model, ParameterSpec, UnitLayout};
-use trainyard_program::{Axis, Extent, Placement, Program};
+use trainyard_program::{Axis, Extent, ParameterServer, Placement, Program};
 
 /// The units that a rank holds, and the part of each.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -48,6 +48,8 @@ pub struct Holding {
     pub shard: usize,
     /// Number of shards.
     pub shards: usize,
+    /// The parameter server. Its servers own the masters, and ranks that are none own nothing.
+    pub server: Option<ParameterServer>,
 }
 
 impl Holding {
@@ -65,6 +67,7 @@ impl Holding {
             placement: Placement::WHOLE,
             shard: 0,
             shards: 1,
+            server: None,
         }
     }
 
@@ -92,7 +95,23 @@ impl Holding {
             placement: program.placement,
             shard,
             shards,
+            server: program.server,
         }
+    }
+
+    /// Number of ranks that own elements: the first of the shard group.
+    pub(crate) fn owners(&self) -> usize {
+        self.server.map_or(self.shards, |server| server.servers as usize)
+    }
+
+    /// The elements of the trained region of a unit's flat buffer that the rank with index `owner`
+    /// owns.
+    pub(crate) fn owned_by(&self, owner: usize, layout: &UnitLayout) -> Range<usize> {
+        if owner >= self.owners() {
+            return 0..0;
+        }
+        let each = self.shards / self.owners() * layout.shard_elements();
+        owner * each..(owner + 1) * each
     }
 
     /// True on the first of the ranks that hold one replica together.
@@ -131,7 +150,7 @@ impl Holding {
 
     /// The rank's own elements of the trained region of a unit's flat buffer.
     pub fn own(&self, layout: &UnitLayout) -> Range<usize> {
-        self.shard * layout.shard_elements()..(self.shard + 1) * layout.shard_elements()
+        self.owned_by(self.shard, layout)
     }
 
     /// The elements of a unit's gradient whose sum over the data ranks the rank has: its own, or

@@ -79,7 +79,9 @@ impl ParameterState {
         compute: DType,
         tiers: &Tiers,
     ) -> Result<ParameterState> {
-        let (lower, apart) = (tiers.parameters.clone(), compute != DType::F32 || tiers.has_masters(compute));
+        // A server updates its masters while the rank computes with its copy.
+        let apart = compute != DType::F32 || tiers.has_masters(compute) || holding.server.is_some();
+        let lower = tiers.parameters.clone();
         let (units, adapters) = (Vec::new(), model.adapters().clone());
         let mut state = ParameterState { device: device.clone(), compute, holding, lower, apart, units, adapters };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
@@ -265,6 +267,11 @@ impl ParameterState {
         let state = &self.units[unit];
         let trained = state.layout.trained_elements();
         if self.holding.placement.parameters == Extent::Full {
+            if self.holding.owners() < self.holding.shards {
+                let part = |owner: usize| self.holding.owned_by(owner, &state.layout);
+                return (0..self.holding.owners())
+                    .try_for_each(|owner| link.broadcast(&mut state.copy_of(part(owner))?, owner));
+            }
             // Frozen parameters are whole and never change.
             return link.all_gather_in_place(&mut state.copy()?.view(0, [trained])?);
         }
@@ -303,6 +310,11 @@ impl ParameterState {
             present.stayed = Some(part);
         }
         Ok(())
+    }
+
+    /// Number of units of the model.
+    pub fn units(&self) -> usize {
+        self.units.len()
     }
 
     /// The parameters of one unit.
@@ -451,7 +463,7 @@ impl UnitParameters {
     /// Sets the masters on the device. `set` is called for each of the unit's parameters with its
     /// index, the range of its elements, and the tensor to write their values to.
     pub fn set_here(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
-        if self.is_frozen() {
+        if self.is_frozen() || self.master_range.is_empty() {
             return Ok(());
         }
         let mut masters = self.master_range(self.master_range.clone())?;

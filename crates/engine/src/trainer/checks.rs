@@ -18,8 +18,8 @@ impl Run<'_> {
     pub(super) fn compare_replicas(&mut self, kind: StepKind) -> Result<()> {
         let session = &*self.session;
         let (step, interval) = (session.state.step, session.resolved.config.health.compare_interval_steps);
-        if kind != StepKind::Synchronous || session.world.size() == 1 || interval == 0 || !step.is_multiple_of(interval)
-        {
+        let are_same = matches!(kind, StepKind::Synchronous | StepKind::Drained);
+        if !are_same || session.world.size() == 1 || interval == 0 || !step.is_multiple_of(interval) {
             return Ok(());
         }
         let Some(difference) = session.rank.compare_replicas(&session.world)? else {
@@ -40,10 +40,11 @@ impl Run<'_> {
 
     /// Says how many units of feed-forward layers have got no gradient for long, when they become
     /// many.
-    pub(super) fn look_for_dead_units(&mut self) -> Result<()> {
+    pub(super) fn look_for_dead_units(&mut self, kind: StepKind) -> Result<()> {
         let session = &*self.session;
         let (step, interval) = (session.state.step, session.resolved.config.health.dead_units_interval_steps);
-        if session.resolved.apart.is_some() || interval == 0 || !step.is_multiple_of(interval) {
+        let is_updated = matches!(kind, StepKind::Synchronous | StepKind::Drained);
+        if !is_updated || interval == 0 || !step.is_multiple_of(interval) {
             return Ok(());
         }
         let own: Vec<u64> = session.rank.dead_rows()?.concat();

@@ -222,7 +222,7 @@ fn train_rank_as(
             next += rows;
             load(device, model, step, next - rows, rows)
         };
-        let every = resolved.apart.map_or(1, |apart| apart.every);
+        let every = resolved.round_steps();
         let ends_a_round = (step + 1).is_multiple_of(every) || step + 1 == steps;
         let program = outer.as_ref().filter(|_| ends_a_round).map_or(&program, |[outer, _]| outer);
         outcomes.push(rank.execute(program, settings, next_batch, |_, _| Ok(()))?);

@@ -99,6 +99,7 @@ const TWO: &[&str] = &["parallel.ranks=2"];
 const SHARDED: &[&str] = &["parallel.ranks=2", "parallel.zero_stage=3", "model.layers=3"];
 const TWO_OF_TWO: &[&str] = &["parallel.ranks=2", "training.accumulation_steps=2"];
 const APART: &[&str] = &["parallel.ranks=2", "update.rule=diloco", "update.every=2"];
+const SERVER: &[&str] = &["parallel.ranks=2", "update.rule=server"];
 const INT8: &[&str] = &["parallel.ranks=2", "compression.gradients=int8"];
 const TOP_K: &[&str] = &["parallel.ranks=2", "compression.gradients=top_k"];
 const HYBRID_INT8: &[&str] = &[
@@ -357,6 +358,8 @@ pub const ROWS: &[Row] = &[
     row("update.every", APART, &["update.every=3"], Losses),
     row("update.outer_learning_rate", APART, &["update.outer_learning_rate=0.5"], Losses),
     row("update.outer_momentum", APART, &["update.outer_momentum=0.5"], Losses),
+    row("update.servers", SERVER, &["update.servers=1"], Memory),
+    row("update.staleness", SERVER, &["update.staleness=2"], Memory),
     row("compression.gradients", TWO, &["compression.gradients=int8"], Program),
     row("compression.outer", APART, &["compression.outer=int8"], Losses),
     row("compression.over", HYBRID_INT8, &["compression.over=replicas"], Program),

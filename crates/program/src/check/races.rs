@@ -254,6 +254,17 @@ impl<'p> Touching<'p> {
                     self.changes.push(Thing::Parameters(unit));
                 }
             }
+            // What no backward wrote is set to zero first.
+            Action::Push { unit } => self.changes.push(self.fresh(unit)),
+            Action::Commit => {
+                self.reads.extend(self.trains.iter().map(|unit| Thing::Gradient(*unit)));
+                self.changes.push(Thing::Norm);
+            }
+            // Parameters come after the update of the server's state.
+            Action::Pull { unit, .. } => {
+                self.reads.push(Thing::Norm);
+                self.changes.extend([Thing::Optimizer(unit, 0), Thing::Parameters(unit)]);
+            }
             Action::Outer { unit, .. } => {
                 self.changes.extend([Thing::Optimizer(unit, 0), Thing::Parameters(unit)]);
             }

@@ -147,6 +147,7 @@ impl<'p> Simulation<'p> {
             Action::Send { to, .. } => return Some((Meeting::Message { from: rank, to }, 2)),
             Action::Recv { from, .. } => return Some((Meeting::Message { from, to: rank }, 2)),
             Action::Gather { over, .. } => mesh.neighbours(rank, Axis::Shard, over).ranks,
+            Action::Count { .. } if !self.programs[rank as usize].counts_over_ranks() => return None,
             Action::Count { axis }
             | Action::Reduce { axis, .. }
             | Action::Outer { axis, .. }

@@ -83,6 +83,8 @@ struct StepCheck<'p> {
     freed: Vec<bool>,
     counted: bool,
     clipped: bool,
+    /// True once parameters were pulled that may lack updates.
+    lacks_updates: bool,
     snapshot: bool,
     balance: Balance,
 }
@@ -130,6 +132,7 @@ impl<'p> StepCheck<'p> {
             freed: vec![false; program.micro_batches as usize],
             counted: false,
             clipped: false,
+            lacks_updates: false,
             snapshot: false,
             balance: Balance::new(program),
         }
@@ -148,6 +151,7 @@ impl<'p> StepCheck<'p> {
                 self.gradients.fold(unit, micro_batch)
             }
             Action::Reduce { unit, accumulate, .. } => {
+                must(self.program.server.is_none(), || "servers sum gradients".to_owned())?;
                 must(!self.clipped, || "the norm is taken already".to_owned())?;
                 self.adds_to_sum(unit, self.program.placement.fresh_gradients)?;
                 self.gradients.reduce(unit, accumulate)
@@ -161,13 +165,24 @@ impl<'p> StepCheck<'p> {
             Action::Exchange { collective, unit, micro_batch, phase, times, .. } => {
                 self.exchange(unit, micro_batch, phase, collective, times)
             }
-            Action::Clip { .. } => self.clip(),
+            Action::Push { unit } => self.push(unit),
+            Action::Commit => {
+                self.is_worker()?;
+                self.clip()
+            }
+            Action::Pull { unit, staleness } => self.pull(unit, staleness),
+            Action::Clip { .. } => {
+                must(self.program.server.is_none(), || "servers take the norm".to_owned())?;
+                self.clip()
+            }
+            Action::Update { .. } if self.program.server.is_some() => Err("servers make the updates".to_owned()),
             Action::Update { unit, chunk } => self.update(unit, chunk, instruction),
             Action::Outer { unit, .. } => self.outer(unit),
             Action::Fetch { unit, state } => self.fetch(unit, state),
             Action::Evict { unit, state, write } => self.evict(unit, state, write),
             Action::Snapshot => {
                 must(self.program.snapshot, || "this program takes none".to_owned())?;
+                must(!self.lacks_updates, || "the servers may not have made all updates".to_owned())?;
                 let outer = self.program.kind == StepKind::Outer;
                 let done =
                     |unit: &u32| self.units[*unit as usize].updated && self.units[*unit as usize].averaged == outer;
@@ -401,6 +416,29 @@ impl<'p> StepCheck<'p> {
             self.sum_is_in_its_tier(*unit)?;
         }
         Ok(())
+    }
+
+    fn is_worker(&self) -> Verdict {
+        must(self.program.server.is_some(), || "the program has no parameter server".to_owned())
+    }
+
+    fn push(&mut self, unit: u32) -> Verdict {
+        self.is_worker()?;
+        must(!self.clipped, || "the step is committed already".to_owned())?;
+        self.gradients.reduce(unit, false)?;
+        self.gradients.is_sum(unit)
+    }
+
+    fn pull(&mut self, unit: u32, staleness: u32) -> Verdict {
+        self.is_worker()?;
+        must(self.clipped, || "the step is not committed".to_owned())?;
+        must(self.program.is_trained(unit), || format!("unit {unit} is frozen"))?;
+        let bound = self.program.server.map_or(0, |server| server.staleness);
+        let bound = if self.program.kind == StepKind::Drained { 0 } else { bound };
+        must(staleness <= bound, || format!("parameters may lack the updates of {bound} steps, not of {staleness}"))?;
+        self.lacks_updates |= staleness > 0;
+        let state = &mut self.units[unit as usize];
+        must(!std::mem::replace(&mut state.updated, true), || format!("unit {unit} again"))
     }
 
     fn update(&mut self, unit: u32, chunk: u32, instruction: &Instruction) -> Verdict {

@@ -166,6 +166,14 @@ impl<'p> HostPrices<'p> {
                 let sum = if axis == Axis::Data { self.collective("all_reduce", replicas, part) } else { 0.0 };
                 (scatter + sum, shards.ranks.max(replicas.ranks))
             }
+            Action::Push { .. } | Action::Pull { .. } => {
+                let group = along(Axis::Shard);
+                let operation =
+                    if let Action::Push { .. } = instruction.action { "reduce_scatter" } else { "all_gather" };
+                let servers = program.server.map_or(group.ranks, |server| server.servers);
+                (self.collective(operation, group, bytes) * f64::from(group.ranks) / f64::from(servers), group.ranks)
+            }
+            Action::Count { .. } if bytes == 0.0 => (0.0, 1),
             Action::Outer { axis, .. } => {
                 let sent = instruction.sent_bytes(axis, instruction.bytes) as f64;
                 (self.collective("all_reduce", along(axis), sent), along(axis).ranks)

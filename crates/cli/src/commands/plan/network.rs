@@ -63,7 +63,7 @@ pub fn rules(args: &Args, path: &Path, profile: &MachineProfile, link: NetworkLi
     let load = |chosen: &[String]| -> Result<Config> { Ok(Config::load(Some(path), &[&args.sets, chosen].concat())?) };
     let base = resolve_for(&load(&[])?, inputs(profile))?;
     let parallel = base.parallel;
-    if base.apart.is_some() || base.compression.gradients.is_some() {
+    if base.apart.is_some() || base.server.is_some() || base.compression.gradients.is_some() {
         bail!(
             "--network compares update rules and codecs: leave [update] and [compression] of the configuration unset"
         );

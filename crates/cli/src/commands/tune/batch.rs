@@ -251,6 +251,11 @@ impl Report {
     /// # Errors
     /// Layouts whose gradients' norms do not belong to one batch.
     fn check_noise(&self) -> Result<()> {
+        if self.resolved.server.is_some() {
+            bail!(
+                "workers of a parameter server have gradients of their own: measure with update.rule=synchronous, or take --memory-only"
+            );
+        }
         if self.resolved.apart.is_some() {
             bail!(
                 "replicas that train apart have gradients of their own: measure with update.rule=synchronous, or take --memory-only"
