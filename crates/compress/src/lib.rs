@@ -36,6 +36,6 @@ pub use error::{CompressError, Result};
 pub use merge::{MergeMethod, MergeSettings, merge};
 pub use pass::{Compressed, Pass};
 pub use prune::{Pattern, PruneMethod};
-pub use quantise::{Grid, QuantiseMethod};
+pub use quantise::{GroupedGrid, QuantiseMethod};
 pub use source::Source;
 pub use text::{Sequences, calibration};

@@ -13,7 +13,7 @@
 
 use crate::Result;
 use crate::error::refuse;
-use crate::quantise::rounded;
+use trainyard_tensor::grid::rounded;
 use crate::source::Source;
 use std::path::Path;
 use trainyard_base::philox4x32;

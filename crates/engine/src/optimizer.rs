@@ -14,10 +14,13 @@
 //! An average of the weights over steps ([`crate::averaging`]) lies behind the state of each chunk.
 
 mod averages;
+mod constrained;
 mod on_host;
 
 use crate::Result;
+use crate::constraints::{PrunedMatrices, Sparsity};
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
+use crate::rank::RankSettings;
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
 use crate::tier::{Lower, Store, Stored, Tiers, aligned};
 use on_host::Visit;
@@ -47,6 +50,8 @@ pub struct Optimizer {
     with_masters: bool,
     /// True if the gradients that an update reads lie in a tier too.
     with_gradients: bool,
+    /// Per unit, the matrices that are pruned; empty if none are.
+    pruned: Vec<PrunedMatrices>,
     /// Free staging buffers.
     staging: Mutex<Vec<Staged>>,
     /// Free host buffers for gradients and copies, if the state lies on the host.
@@ -155,15 +160,19 @@ impl Optimizer {
         model: &Model,
         holding: &Holding,
         compute: DType,
-        settings: OptimizerSettings,
+        settings: &RankSettings,
         tiers: &Tiers,
     ) -> Result<Optimizer> {
+        let RankSettings { optimizer: settings, constraints, .. } = *settings;
+        let separate = constraints.separate_masters(compute);
+        let pruned = |pruning| (0..model.units().len()).map(move |unit| PrunedMatrices::of(model, unit, holding, pruning));
         let mut optimizer = Optimizer {
+            pruned: constraints.pruning.map(pruned).into_iter().flatten().collect(),
             settings: Some(settings),
             device: device.clone(),
             units: Vec::new(),
             lower: tiers.optimizer.clone(),
-            with_masters: tiers.has_masters(compute),
+            with_masters: tiers.has_masters(separate),
             with_gradients: tiers.gradients.is_some(),
             staging: Mutex::default(),
             visits: Mutex::default(),
@@ -193,6 +202,7 @@ impl Optimizer {
     /// Makes an empty optimizer, for a rank that does not train.
     pub fn none(device: &Device) -> Optimizer {
         Optimizer {
+            pruned: Vec::new(),
             settings: None,
             device: device.clone(),
             units: Vec::new(),
@@ -330,7 +340,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates one chunk of a unit: masters, state and compute copy.
+    /// Updates one chunk of a unit: masters, state and compute copy. Returns the zeros that pruning
+    /// keeps in it.
     pub fn update(
         &self,
         unit: usize,
@@ -338,13 +349,14 @@ impl Optimizer {
         parameters: &ParameterState,
         gradients: &GradientState,
         rates: Rates,
-    ) -> Result<()> {
+    ) -> Result<Sparsity> {
         let settings = self.settings.as_ref().expect("only what trains is updated");
         let chunk = &self.units[unit][chunk as usize];
         let staged = lock(&chunk.here).clone().expect("a program fetches before it updates");
         let staged = staged.first(chunk.range.len(), chunk.state_elements)?;
         let visit = lock(&chunk.visit).clone();
         visit.as_ref().map_or(Ok(()), Visit::wait)?;
+        let zeros = self.zeros(unit, chunk, &staged, parameters, rates.update)?;
         for piece in &chunk.pieces {
             let within = piece.range.start - chunk.range.start;
             let mut master = match &staged.masters {
@@ -369,10 +381,12 @@ impl Optimizer {
             };
             piece.update(settings, rates, operands, staged.state.as_ref())?;
         }
+        let sparsity = self.constrain(unit, chunk, &staged, parameters, zeros)?;
         match rates.average {
-            Some(share) => self.average(unit, chunk, &staged, parameters, share),
-            None => Ok(()),
+            Some(share) => self.average(unit, chunk, &staged, parameters, share)?,
+            None => {}
         }
+        Ok(sparsity)
     }
 
     /// Casts a chunk's masters into its compute copy again. Needed when an update is skipped and

@@ -529,6 +529,7 @@ impl<'s> Run<'s> {
             predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
+            sparsity: outcome.sparsity.share(),
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
         };

@@ -116,6 +116,8 @@ impl<'a> Bounds<'a> {
             micro_batches: 1,
             kind: StepKind::Synchronous,
             folded: false,
+            rounding_bits: None,
+            pruned: false,
             snapshot: false,
             prefetch: 1,
             resident: Vec::new(),

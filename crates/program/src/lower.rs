@@ -211,6 +211,8 @@ impl<'a> Lowering<'a> {
             micro_batches: accumulation,
             kind: strategy.kind,
             folded: strategy.elastic,
+            rounding_bits: strategy.rounding_bits,
+            pruned: strategy.pruned,
             snapshot: strategy.snapshot,
             prefetch: strategy.prefetch,
             resident: Vec::new(),

@@ -232,6 +232,11 @@ pub struct Strategy {
     pub outer: Option<Encoding>,
     /// True if outer steps have momentum.
     pub outer_momentum: bool,
+    /// The bits to which an update rounds the matrices of blocks in the copy that forward reads;
+    /// None: it rounds them to the copy's dtype.
+    pub rounding_bits: Option<u8>,
+    /// True if updates keep weights of the matrices of blocks at zero.
+    pub pruned: bool,
 }
 
 impl Strategy {
@@ -257,6 +262,8 @@ impl Strategy {
             gradients: None,
             outer: None,
             outer_momentum: true,
+            rounding_bits: None,
+            pruned: false,
         }
     }
 }

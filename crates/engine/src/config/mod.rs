@@ -30,6 +30,8 @@ mod resolve_distillation;
 mod resolve_fine_tuning;
 mod resolve_model;
 mod resolve_parallel;
+mod resolve_pruning;
+mod resolve_quantization;
 mod resolve_update;
 mod section;
 mod sections;
@@ -39,6 +41,8 @@ mod sections_distillation;
 mod sections_experts;
 mod sections_fine_tuning;
 mod sections_parallel;
+mod sections_pruning;
+mod sections_quantization;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -63,6 +67,8 @@ pub use sections_distillation::*;
 pub use sections_experts::*;
 pub use sections_fine_tuning::*;
 pub use sections_parallel::*;
+pub use sections_pruning::*;
+pub use sections_quantization::*;
 pub use value::{ByteSize, ConfigValue, Cuts, Names, Override, Overrides, Reshard, Source, Sources};
 
 use serde::Serialize;
@@ -136,6 +142,10 @@ config! {
     averaging: AveragingSection,
     /// The number formats of the arithmetic.
     precision: PrecisionSection,
+    /// Training that knows of the rounding of weights.
+    quantization: QuantizationSection,
+    /// Weights that become zero during training.
+    pruning: PruningSection,
     /// Recomputation.
     activation_checkpointing: ActivationCheckpointingSection,
     /// The device and its threads.

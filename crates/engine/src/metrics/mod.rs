@@ -85,6 +85,9 @@ pub struct StepMetrics {
     /// mean square distance of their changes from the mean change, as a share of its length.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
+    /// The share of weights that are zero, of those that rank 0 prunes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sparsity: Option<f64>,
     /// The balance of experts, in a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertMetrics>,
@@ -440,6 +443,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     .into();
     scalars.extend(m.mfu.map(|mfu| ("mfu(%)".to_owned(), 100.0 * mfu)));
     scalars.extend(m.drift.map(|drift| ("drift".to_owned(), drift)));
+    scalars.extend(m.sparsity.map(|share| ("sparsity".to_owned(), share)));
     let experts = m.experts.map(|experts| {
         [
             ("experts/load_max", experts.load_max),
@@ -482,6 +486,7 @@ pub(crate) mod tests {
             predicted_mem_peak_bytes: Some(3 << 29),
             loss_scale: None,
             drift: None,
+            sparsity: None,
             experts: None,
             skipped: false,
         }

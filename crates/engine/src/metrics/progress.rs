@@ -252,6 +252,7 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
     parts.push(format_bytes(m.mem_peak_bytes));
     parts.extend((m.epoch > 1.0).then(|| format!("epoch {:.2}", m.epoch)));
     parts.extend(m.drift.map(|drift| format!("drift {drift:.3}")));
+    parts.extend(m.sparsity.map(|share| format!("zeros {:.1} %", 100.0 * share)));
     parts.extend(m.experts.map(|experts| format!("largest expert {:.2} x mean", experts.load_max)));
     parts.extend(m.loss_scale.map(|scale| format!("scale {scale}")));
     parts.extend(m.skipped.then(|| "SKIPPED".to_owned()));
