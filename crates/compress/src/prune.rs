@@ -7,11 +7,11 @@
 //! 128 columns, and moves the other weights so that outputs change least. With a pattern N:M, all
 //! methods compare M neighbours of a row and keep N.
 
+use crate::Result;
 use crate::error::refuse;
 use crate::factor::inverse_factor;
 use crate::inputs::{Inputs, Needs};
 use crate::solver::{Place, block_of, solve};
-use crate::Result;
 use trainyard_tensor::cpu::Cpu;
 pub use trainyard_tensor::sparsity::Pattern;
 

@@ -7,9 +7,9 @@ use crate::factor::inverse_factor;
 use crate::inputs::{Inputs, Needs};
 use crate::solver::{Place, block_of, solve};
 use trainyard_model::weights::{PackedFormat, PackedMatrix};
+use trainyard_tensor::DType;
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::grid::Grid;
-use trainyard_tensor::DType;
 
 /// A choice of codes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

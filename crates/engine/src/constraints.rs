@@ -204,7 +204,8 @@ fn check_groups(matrix: &Matrix<'_>, model: &Model, format: PackedFormat) -> Res
         };
         let widths = widths(model);
         let fits = |size: &usize| widths.iter().all(|width| width.is_multiple_of(*size));
-        let others: Vec<String> = [256, 128, 64, 32, 16].into_iter().filter(fits).map(|size| size.to_string()).collect();
+        let others: Vec<String> =
+            [256, 128, 64, 32, 16].into_iter().filter(fits).map(|size| size.to_string()).collect();
         return Err(does_not_fit(format!(
             "quantization.group = {group} does not divide the {whole} inputs of {}: {}0 has one scale per row",
             matrix.name,

@@ -18,8 +18,8 @@ mod constrained;
 mod on_host;
 
 use crate::Result;
-use crate::constraints::{PrunedMatrices, Sparsity};
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
+use crate::constraints::{PrunedMatrices, Sparsity};
 use crate::rank::RankSettings;
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
 use crate::tier::{Lower, Store, Stored, Tiers, aligned};
@@ -165,7 +165,8 @@ impl Optimizer {
     ) -> Result<Optimizer> {
         let RankSettings { optimizer: settings, constraints, .. } = *settings;
         let separate = constraints.separate_masters(compute);
-        let pruned = |pruning| (0..model.units().len()).map(move |unit| PrunedMatrices::of(model, unit, holding, pruning));
+        let pruned =
+            |pruning| (0..model.units().len()).map(move |unit| PrunedMatrices::of(model, unit, holding, pruning));
         let mut optimizer = Optimizer {
             pruned: constraints.pruning.map(pruned).into_iter().flatten().collect(),
             settings: Some(settings),

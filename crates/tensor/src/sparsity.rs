@@ -40,9 +40,9 @@ impl Pattern {
     pub fn share(share: f64) -> Result<Pattern, NoPattern> {
         match share > 0.0 && share < 1.0 {
             true => Ok(Pattern::Share(share)),
-            false => Err(NoPattern(format!(
-                "a sparsity of {share} is not between 0 and 1: 0.5 zeroes half of the weights"
-            ))),
+            false => {
+                Err(NoPattern(format!("a sparsity of {share} is not between 0 and 1: 0.5 zeroes half of the weights")))
+            }
         }
     }
 

@@ -33,7 +33,9 @@ impl Resolver {
             self.problem("pruning.end", format!("pruning.end = {end} is before pruning.begin = {begin}"));
         }
         let Some(steps) = limits.steps else {
-            let message = format!("{key} needs the number of steps, of which pruning.begin and pruning.end are shares: set training.steps");
+            let message = format!(
+                "{key} needs the number of steps, of which pruning.begin and pruning.end are shares: set training.steps"
+            );
             self.problem(key, message);
             return None;
         };

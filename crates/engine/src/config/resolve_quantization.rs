@@ -38,7 +38,9 @@ impl Resolver {
             self.problem(key, format!("{what} on processors only: set compute.device = \"cpu\", or remove {key}"));
         }
         if self.config.offload.optimizer == OffloadTier::Host {
-            let message = format!("{what} where the device updates them: set memory.offload.optimizer to another tier than \"host\", or remove {key}");
+            let message = format!(
+                "{what} where the device updates them: set memory.offload.optimizer to another tier than \"host\", or remove {key}"
+            );
             self.problem(key, message);
         }
         if self.config.fine_tuning.adapter != AdapterMethod::None {

@@ -57,7 +57,9 @@ impl Trial {
         ];
         let model = Model::from_units(vec![Box::new(Holder(specs))], 1).unwrap();
         let (holding, tiers) = (Holding::whole(), Tiers::default());
-        let parameters = ParameterState::zeros(&device, &model, holding.clone(), DType::F32, WeightConstraints::default(), &tiers).unwrap();
+        let parameters =
+            ParameterState::zeros(&device, &model, holding.clone(), DType::F32, WeightConstraints::default(), &tiers)
+                .unwrap();
         let gradients = GradientState::new(&device, &model, holding.clone(), &tiers).unwrap();
         let settings = RankSettings::new(settings, 0);
         let optimizer = Optimizer::new(&device, &model, &holding, DType::F32, &settings, &tiers).unwrap();

@@ -247,7 +247,8 @@ impl Rank {
     /// and must not be trained.
     pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
         let tiers = Tiers::default();
-        let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, WeightConstraints::default(), &tiers)?;
+        let parameters =
+            ParameterState::zeros(device, &model, Holding::whole(), compute, WeightConstraints::default(), &tiers)?;
         let core = Core { scaler: LossScaler::none(), updates: 0, averaged: 0, skip_above: None };
         let state = (Optimizer::none(device), tiers);
         let gradients = GradientState::none(device);
