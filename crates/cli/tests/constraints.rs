@@ -31,8 +31,8 @@ fn last(folder: &Folder, file: &str) -> Value {
     serde_json::from_str(text.lines().last().unwrap()).unwrap()
 }
 
-/// What a run evaluates is the model that rounding to nearest makes of its masters, on the same
-/// grid, in every precision and with masters of either form.
+/// A run evaluates the model that rounding to nearest makes of its masters, on the same grid, in
+/// every precision and with masters of either form.
 #[test]
 fn a_run_on_a_grid_evaluates_the_model_that_it_is_rounded_to() {
     let folder = Folder::new();

@@ -155,13 +155,13 @@ impl Matrix<'_> {
 /// Checks that a rank holds all weights of a matrix, which are compared with each other.
 fn check_whole(matrix: &Matrix<'_>, holding: &Holding, key: &str) -> Result<()> {
     let divided = match holding.placement.masters {
-        Extent::Shard if holding.shards > 1 => Some("parallel.zero_stage = 0"),
-        _ => matrix.spec.split.as_ref().map(|_| "parallel.tensor_parallel_degree = 1"),
+        Extent::Shard if holding.shards > 1 => Some("take ZeRO stage 0"),
+        _ => matrix.spec.split.as_ref().map(|_| "set parallel.tensor_parallel_degree = 1"),
     };
     match divided {
         None => Ok(()),
         Some(instead) => Err(does_not_fit(format!(
-            "{key} compares all weights of a matrix, and a rank holds a part of {}: set {instead}, or pruning.pattern, which \
+            "{key} compares all weights of a matrix, and a rank holds a part of {}: {instead}, or pruning.pattern, which \
              compares neighbours",
             matrix.name
         ))),
@@ -224,7 +224,7 @@ fn check_ranks(matrix: &Matrix<'_>, layout: &UnitLayout, holding: &Holding, key:
     match inside.all(|cut| (cut - start).is_multiple_of(group)) {
         true => Ok(()),
         false => Err(does_not_fit(format!(
-            "{key}: a group of {group} weights of {} would lie on two ranks; set parallel.zero_stage = 0, or a group that \
+            "{key}: a group of {group} weights of {} would lie on two ranks: take ZeRO stage 0, or a group that \
              divides all of the model's tensors",
             matrix.name
         ))),

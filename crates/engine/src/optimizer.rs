@@ -383,26 +383,10 @@ impl Optimizer {
             piece.update(settings, rates, operands, staged.state.as_ref())?;
         }
         let sparsity = self.constrain(unit, chunk, &staged, parameters, zeros)?;
-        match rates.average {
-            Some(share) => self.average(unit, chunk, &staged, parameters, share)?,
-            None => {}
+        if let Some(share) = rates.average {
+            self.average(unit, chunk, &staged, parameters, share)?;
         }
         Ok(sparsity)
-    }
-
-    /// Casts a chunk's masters into its compute copy again. Needed when an update is skipped and
-    /// the copy was not kept.
-    pub fn refresh_copy(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
-        let chunk = &self.units[unit][chunk as usize];
-        let staged = lock(&chunk.here).clone();
-        let masters = match staged.and_then(|staged| staged.masters) {
-            Some(masters) => masters.view(0, [chunk.range.len()])?,
-            None => parameters.unit(unit).master_range(chunk.range.clone())?,
-        };
-        if let Some(visit) = &*lock(&chunk.visit) {
-            return visit.refresh_copy(&masters);
-        }
-        parameters.unit(unit).write_copy(chunk.range.clone(), &masters)
     }
 
     /// Sets the offloaded masters of a unit. `set` is called for each chunk with the range of its

@@ -297,8 +297,12 @@ fn impossible_constraints_are_refused() {
         ),
         (&[aware, "quantization.group=32", "fine_tuning.freeze=['block.0.*']"], "is frozen: take it out of"),
         (&[aware, "quantization.group=0", "parallel.tensor_parallel_degree=2"], "inside groups of 32 weights"),
-        (&[half, "parallel.ranks=2", "parallel.zero_stage=1"], "parallel.zero_stage = 0, or pruning.pattern"),
+        (&[half, "parallel.ranks=2", "parallel.zero_stage=1"], "take ZeRO stage 0, or pruning.pattern"),
         (&[half, "parallel.tensor_parallel_degree=2"], "parallel.tensor_parallel_degree = 1, or pruning.pattern"),
+        (
+            &[aware, "quantization.group=0", "parallel.ranks=2", "parallel.zero_stage=2"],
+            "would lie on two ranks: take ZeRO stage 0",
+        ),
         (&["pruning.pattern=3:5"], "do not divide into groups of 5"),
         (&[half, "model.family=mixtral"], "mixtures of experts cannot be pruned yet"),
         (&[aware, "quantization.group=32", "model.family=mixtral"], "mixtures of experts cannot be quantised yet"),

@@ -1,9 +1,10 @@
-//! Constraints on the weights after an update: zeros that stay zero, and copies on a grid.
+//! The copy that forward reads: constraints on it after an update (zeros that stay zero, a grid), and
+//! writing it without one.
 
 use super::{Chunk, Optimizer, Staged};
 use crate::Result;
 use crate::constraints::{Sparsity, Zeros};
-use crate::state::ParameterState;
+use crate::state::{ParameterState, lock};
 
 impl Optimizer {
     /// The weights of a chunk that are zero after update `update`, as its masters say before; None
@@ -46,5 +47,20 @@ impl Optimizer {
         };
         held.round_copy(chunk.range.clone(), &masters)?;
         Ok(sparsity)
+    }
+
+    /// Casts a chunk's masters into its compute copy again. Needed when an update is skipped and
+    /// the copy was not kept.
+    pub fn refresh_copy(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
+        let chunk = &self.units[unit][chunk as usize];
+        let staged = lock(&chunk.here).clone();
+        let masters = match staged.and_then(|staged| staged.masters) {
+            Some(masters) => masters.view(0, [chunk.range.len()])?,
+            None => parameters.unit(unit).master_range(chunk.range.clone())?,
+        };
+        if let Some(visit) = &*lock(&chunk.visit) {
+            return visit.refresh_copy(&masters);
+        }
+        parameters.unit(unit).write_copy(chunk.range.clone(), &masters)
     }
 }
