@@ -1,5 +1,4 @@
-//! The copy that forward reads: constraints on it after an update (zeros that stay zero, a grid), and
-//! writing it without one.
+//! The copy that forward reads, after an update: with zeros that stay zero, on a grid, or cast anew.
 
 use super::{Chunk, Optimizer, Staged};
 use crate::Result;
