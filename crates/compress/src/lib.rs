@@ -38,7 +38,7 @@ pub use error::{CompressError, Result};
 pub use merge::{MergeMethod, MergeSettings, merge};
 pub use pass::{Compressed, Pass};
 pub use prune::{Pattern, PruneMethod};
-pub use quantise::{Grid, QuantiseMethod};
+pub use quantise::{GroupedGrid, QuantiseMethod};
 pub use sizes::output_sizes;
 pub use source::Source;
 pub use text::{Sequences, calibration};

@@ -13,12 +13,12 @@
 
 use crate::Result;
 use crate::error::refuse;
-use crate::quantise::rounded;
 use crate::source::Source;
 use std::path::Path;
 use trainyard_base::philox4x32;
 use trainyard_model::ModelSpec;
 use trainyard_model::weights::{ExportOptions, Exported, export};
+use trainyard_tensor::grid::rounded;
 
 /// The way in which tensors become one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

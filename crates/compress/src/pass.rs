@@ -9,8 +9,8 @@
 
 use crate::error::refuse;
 use crate::inputs::{Inputs, Needs};
-use crate::prune::{Pattern, PruneMethod, prune};
-use crate::quantise::{Grid, QuantiseMethod, quantise, rounded};
+use crate::prune::{Pattern, PruneMethod, divides, prune};
+use crate::quantise::{GroupedGrid, QuantiseMethod, quantise};
 use crate::source::{Source, store};
 use crate::text::Sequences;
 use crate::{CompressError, Result};
@@ -22,6 +22,7 @@ use trainyard_engine::evaluate::Evaluation;
 use trainyard_model::weights::{ExportOptions, Exported, PackedFormat, PackedMatrix, export, export_packed, is_packed};
 use trainyard_model::{Model, ParameterSpec};
 use trainyard_tensor::cpu::Cpu;
+use trainyard_tensor::grid::rounded;
 use trainyard_tensor::{Device, Tensor, TensorError};
 
 /// A model that was written anew.
@@ -85,7 +86,7 @@ impl<'a> Pass<'a> {
         let model = self.source.model();
         self.check_needs(method.needs())?;
         for (id, spec) in model.parameters().filter(|(id, _)| is_packed(model, *id)) {
-            pattern.divides(&model.parameter_name(id).unwrap_or_default(), spec.row_elements())?;
+            divides(pattern, &model.parameter_name(id).unwrap_or_default(), spec.row_elements())?;
         }
         let mut change = |cpu: &Cpu,
                           name: &str,
@@ -132,7 +133,7 @@ impl<'a> Pass<'a> {
                  have the same values, with --form dense",
             );
         }
-        let grid = Grid { format, dtype: self.options.dtype };
+        let grid = GroupedGrid { format, dtype: self.options.dtype };
         let mut change = |cpu: &Cpu, name: &str, _: &ParameterSpec, weights: &mut [f32], inputs: &Inputs| {
             quantise(cpu, name, weights, inputs, method, grid).map(Some)
         };

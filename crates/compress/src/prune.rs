@@ -7,16 +7,13 @@
 //! 128 columns, and moves the other weights so that outputs change least. With a pattern N:M, all
 //! methods compare M neighbours of a row and keep N.
 
+use crate::Result;
 use crate::error::refuse;
 use crate::factor::inverse_factor;
 use crate::inputs::{Inputs, Needs};
 use crate::solver::{Place, block_of, solve};
-use crate::{CompressError, Result};
-use std::str::FromStr;
 use trainyard_tensor::cpu::Cpu;
-
-/// The most neighbours of a pattern.
-const NEIGHBOURS_MAX: usize = 64;
+pub use trainyard_tensor::sparsity::Pattern;
 
 /// A choice of weights.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,65 +37,16 @@ impl PruneMethod {
     }
 }
 
-/// The number and the places of the weights that become zero.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub enum Pattern {
-    /// A share of them, anywhere.
-    Share(f64),
-    /// All but `kept` of each `of` neighbours in a row.
-    Neighbours {
-        /// The number that is kept.
-        kept: usize,
-        /// The number of neighbours.
-        of: usize,
-    },
-}
-
-impl Pattern {
-    /// A share above 0 and below 1.
-    ///
-    /// # Errors
-    /// Any other number.
-    pub fn share(share: f64) -> Result<Pattern> {
-        match share > 0.0 && share < 1.0 {
-            true => Ok(Pattern::Share(share)),
-            false => refuse(format!("a sparsity of {share} is not between 0 and 1: 0.5 zeroes half of the weights")),
-        }
-    }
-
-    /// The number of zeros among `of` weights that are compared.
-    fn zeros(self, of: usize) -> usize {
-        match self {
-            Pattern::Share(share) => (share * of as f64) as usize,
-            Pattern::Neighbours { kept, of } => of - kept,
-        }
-    }
-
-    /// Checks that rows of `columns` weights divide into groups of neighbours.
-    ///
-    /// # Errors
-    /// They do not.
-    pub fn divides(self, layer: &str, columns: usize) -> Result<()> {
-        match self {
-            Pattern::Neighbours { of, .. } if !columns.is_multiple_of(of) => refuse(format!(
-                "{layer} has rows of {columns} weights, which do not divide into groups of {of}: take another --pattern"
-            )),
-            _ => Ok(()),
-        }
-    }
-}
-
-impl FromStr for Pattern {
-    type Err = CompressError;
-
-    fn from_str(text: &str) -> Result<Pattern> {
-        let numbers = text.split_once(':').and_then(|(kept, of)| Some((kept.parse().ok()?, of.parse().ok()?)));
-        match numbers {
-            Some((kept, of)) if 0 < kept && kept < of && of <= NEIGHBOURS_MAX => Ok(Pattern::Neighbours { kept, of }),
-            _ => {
-                refuse(format!("`{text}` is no pattern: 2:4 keeps 2 of each 4 neighbours, of at most {NEIGHBOURS_MAX}"))
-            }
-        }
+/// Checks that rows of `columns` weights divide into the groups of neighbours of a pattern.
+///
+/// # Errors
+/// They do not.
+pub fn divides(pattern: Pattern, layer: &str, columns: usize) -> Result<()> {
+    match pattern {
+        Pattern::Neighbours { of, .. } if !columns.is_multiple_of(of) => refuse(format!(
+            "{layer} has rows of {columns} weights, which do not divide into groups of {of}: take another --pattern"
+        )),
+        _ => Ok(()),
     }
 }
 
@@ -126,7 +74,7 @@ pub fn prune(
     pattern: Pattern,
 ) -> Result<()> {
     let columns = inputs.columns();
-    pattern.divides(layer, columns)?;
+    divides(pattern, layer, columns)?;
     match method {
         PruneMethod::Magnitude => {
             let scores: Vec<f32> = weights.iter().map(|w| w.abs()).collect();

@@ -1,16 +1,15 @@
 //! Weights of few bits: rounded to nearest, or by GPTQ (Frantar et al. 2023).
 //!
-//! A weight becomes `code x scale`. Codes of b bits lie between `-2^(b-1)` and `2^(b-1) - 1`; the
-//! scale of a group is its largest absolute value over `(2^b - 1) / 2`, rounded to the dtype that
-//! it is stored in (as compressed-tensors has it).
+//! A weight becomes `code x scale`: see [`trainyard_tensor::grid`].
 
 use crate::Result;
 use crate::factor::inverse_factor;
 use crate::inputs::{Inputs, Needs};
 use crate::solver::{Place, block_of, solve};
 use trainyard_model::weights::{PackedFormat, PackedMatrix};
+use trainyard_tensor::DType;
 use trainyard_tensor::cpu::Cpu;
-use trainyard_tensor::{DType, bf16, f16};
+use trainyard_tensor::grid::Grid;
 
 /// A choice of codes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -31,41 +30,13 @@ impl QuantiseMethod {
     }
 }
 
-/// `x` rounded to a float dtype.
-pub fn rounded(dtype: DType, x: f32) -> f32 {
-    match dtype {
-        DType::BF16 => bf16::from_f32(x).to_f32(),
-        DType::F16 => f16::from_f32(x).to_f32(),
-        _ => x,
-    }
-}
-
-/// The values that weights may have.
+/// The values that weights may have, and the number of neighbours that share a scale.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Grid {
+pub struct GroupedGrid {
     /// Bits, and neighbours that share a scale.
     pub format: PackedFormat,
     /// The dtype of scales and of values.
     pub dtype: DType,
-}
-
-impl Grid {
-    /// The scale of a group.
-    fn scale(&self, group: &[f32]) -> f32 {
-        let most = group.iter().fold(0.0f32, |most, w| most.max(w.abs()));
-        rounded(self.dtype, most / (((1u32 << self.format.bits) - 1) as f32 / 2.0))
-    }
-
-    /// The code of a weight.
-    fn code(&self, weight: f32, scale: f32) -> i8 {
-        let end = (1i32 << (self.format.bits - 1)) as f32;
-        if scale == 0.0 { 0 } else { (weight / scale).round_ties_even().clamp(-end, end - 1.0) as i8 }
-    }
-
-    /// The value of a code, as a reader of the files has it.
-    fn value(&self, code: i8, scale: f32) -> f32 {
-        rounded(self.dtype, f32::from(code) * scale)
-    }
 }
 
 /// The codes of one row.
@@ -85,10 +56,10 @@ pub fn quantise(
     weights: &mut [f32],
     inputs: &Inputs,
     method: QuantiseMethod,
-    grid: Grid,
+    GroupedGrid { format, dtype }: GroupedGrid,
 ) -> Result<PackedMatrix> {
     let columns = inputs.columns();
-    let group = grid.format.group_in(columns);
+    let (grid, group) = (Grid { bits: format.bits, dtype }, format.group_in(columns));
     let mut rows: Vec<Row> = weights
         .chunks_exact(columns)
         .map(|row| Row { codes: vec![0; columns], scales: row.chunks(group).map(|group| grid.scale(group)).collect() })

@@ -6,7 +6,7 @@ use trainyard_compress::factor::inverse_factor;
 use trainyard_compress::inputs::{Inputs, Needs};
 use trainyard_compress::merge::{MergeMethod, MergeSettings, merge_tensor};
 use trainyard_compress::prune::{Pattern, PruneMethod, prune};
-use trainyard_compress::quantise::{Grid, QuantiseMethod, quantise};
+use trainyard_compress::quantise::{GroupedGrid, QuantiseMethod, quantise};
 use trainyard_model::weights::PackedFormat;
 use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
@@ -121,13 +121,13 @@ fn methods_that_look_at_inputs_change_outputs_less() {
     let errors = [PruneMethod::Magnitude, PruneMethod::Wanda, PruneMethod::SparseGpt]
         .map(|method| output_error(&pruned(2, method, HALF)));
     assert!(errors[0] > errors[1] && errors[1] > errors[2], "{errors:?}");
-    let grid = Grid { format: PackedFormat { bits: 3, group: Some(32) }, dtype: DType::F32 };
+    let grid = GroupedGrid { format: PackedFormat { bits: 3, group: Some(32) }, dtype: DType::F32 };
     let errors = [QuantiseMethod::Nearest, QuantiseMethod::Gptq].map(|method| output_error(&quantised(method, grid).0));
     assert!(errors[0] > 1.3 * errors[1], "{errors:?}");
 }
 
 /// The values, codes and scales of the layer.
-fn quantised(method: QuantiseMethod, grid: Grid) -> (Vec<f32>, Vec<i8>, Vec<f32>) {
+fn quantised(method: QuantiseMethod, grid: GroupedGrid) -> (Vec<f32>, Vec<i8>, Vec<f32>) {
     let device = Device::cpu(Isa::detect(), 2, None);
     let cpu = device.as_cpu().unwrap();
     let mut w = weights();
@@ -142,7 +142,7 @@ fn codes_and_scales_are_those_of_the_published_programs() {
         for case in golden[name].as_array().unwrap() {
             let (bits, group) = (case["bits"].as_u64().unwrap() as u8, case["group"].as_u64().unwrap() as usize);
             let format = PackedFormat { bits, group: Some(group).filter(|group| *group < COLUMNS) };
-            let (values, codes, scales) = quantised(method, Grid { format, dtype: DType::F32 });
+            let (values, codes, scales) = quantised(method, GroupedGrid { format, dtype: DType::F32 });
             let expected = case["codes"].as_array().unwrap().iter().flat_map(|row| row.as_array().unwrap());
             let expected: Vec<i8> = expected.map(|code| code.as_i64().unwrap() as i8).collect();
             let wrong = codes.iter().zip(&expected).filter(|(a, b)| a != b).count();
@@ -162,7 +162,7 @@ fn codes_and_scales_are_those_of_the_published_programs() {
 #[test]
 fn values_are_those_that_a_reader_of_the_files_has() {
     let format = PackedFormat { bits: 4, group: Some(32) };
-    let (values, codes, scales) = quantised(QuantiseMethod::Gptq, Grid { format, dtype: DType::BF16 });
+    let (values, codes, scales) = quantised(QuantiseMethod::Gptq, GroupedGrid { format, dtype: DType::BF16 });
     let is_bf16 = |x: f32| x.to_bits() & 0xffff == 0;
     assert!(values.iter().chain(&scales).all(|x| is_bf16(*x)));
     assert!(codes.iter().all(|code| (-8..8).contains(code)));

@@ -14,12 +14,15 @@
 //! An average of the weights over steps ([`crate::averaging`]) lies behind the state of each chunk.
 
 mod averages;
+mod constrained;
 mod group;
 mod of_server;
 mod on_host;
 
 use crate::Result;
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
+use crate::constraints::{PrunedMatrices, Sparsity};
+use crate::rank::RankSettings;
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
 use crate::tier::{Lower, Store, Stored, Tiers, aligned};
 use group::Group;
@@ -50,6 +53,8 @@ pub struct Optimizer {
     with_masters: bool,
     /// True if the gradients that an update reads lie in a tier too.
     with_gradients: bool,
+    /// Per unit, the matrices that are pruned; empty if none are.
+    pruned: Vec<PrunedMatrices>,
     /// Free staging buffers.
     staging: Mutex<Vec<Staged>>,
     /// Free host buffers for gradients and copies, if the state lies on the host.
@@ -158,15 +163,20 @@ impl Optimizer {
         model: &Model,
         holding: &Holding,
         compute: DType,
-        settings: OptimizerSettings,
+        settings: &RankSettings,
         tiers: &Tiers,
     ) -> Result<Optimizer> {
+        let RankSettings { optimizer: settings, constraints, .. } = *settings;
+        let separate = constraints.separate_masters(compute);
+        let pruned =
+            |pruning| (0..model.units().len()).map(move |unit| PrunedMatrices::of(model, unit, holding, pruning));
         let mut optimizer = Optimizer {
+            pruned: constraints.pruning.map(pruned).into_iter().flatten().collect(),
             settings: Some(settings),
             device: device.clone(),
             units: Vec::new(),
             lower: tiers.optimizer.clone(),
-            with_masters: tiers.has_masters(compute),
+            with_masters: tiers.has_masters(separate),
             with_gradients: tiers.gradients.is_some(),
             staging: Mutex::default(),
             visits: Mutex::default(),
@@ -196,6 +206,7 @@ impl Optimizer {
     /// Makes an empty optimizer, for a rank that does not train.
     pub fn none(device: &Device) -> Optimizer {
         Optimizer {
+            pruned: Vec::new(),
             settings: None,
             device: device.clone(),
             units: Vec::new(),
@@ -333,7 +344,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates one chunk of a unit: masters, state and compute copy.
+    /// Updates one chunk of a unit: masters, state and compute copy. Returns the zeros that pruning
+    /// keeps in it.
     pub fn update(
         &self,
         unit: usize,
@@ -341,13 +353,14 @@ impl Optimizer {
         parameters: &ParameterState,
         gradients: &GradientState,
         rates: Rates,
-    ) -> Result<()> {
+    ) -> Result<Sparsity> {
         let settings = self.settings.as_ref().expect("only what trains is updated");
         let chunk = &self.units[unit][chunk as usize];
         let staged = lock(&chunk.here).clone().expect("a program fetches before it updates");
         let staged = staged.first(chunk.range.len(), chunk.state_elements)?;
         let visit = lock(&chunk.visit).clone();
         visit.as_ref().map_or(Ok(()), Visit::wait)?;
+        let zeros = self.zeros(unit, chunk, &staged, parameters, rates.update)?;
         for piece in &chunk.pieces {
             let within = piece.range.start - chunk.range.start;
             let mut master = match &staged.masters {
@@ -372,25 +385,11 @@ impl Optimizer {
             };
             piece.update(settings, rates, operands, staged.state.as_ref())?;
         }
-        match rates.average {
-            Some(share) => self.average(unit, chunk, &staged, parameters, share),
-            None => Ok(()),
+        let sparsity = self.constrain(unit, chunk, &staged, parameters, zeros)?;
+        if let Some(share) = rates.average {
+            self.average(unit, chunk, &staged, parameters, share)?;
         }
-    }
-
-    /// Casts a chunk's masters into its compute copy again. Needed when an update is skipped and
-    /// the copy was not kept.
-    pub fn refresh_copy(&self, unit: usize, chunk: u32, parameters: &ParameterState) -> Result<()> {
-        let chunk = &self.units[unit][chunk as usize];
-        let staged = lock(&chunk.here).clone();
-        let masters = match staged.and_then(|staged| staged.masters) {
-            Some(masters) => masters.view(0, [chunk.range.len()])?,
-            None => parameters.unit(unit).master_range(chunk.range.clone())?,
-        };
-        if let Some(visit) = &*lock(&chunk.visit) {
-            return visit.refresh_copy(&masters);
-        }
-        parameters.unit(unit).write_copy(chunk.range.clone(), &masters)
+        Ok(sparsity)
     }
 
     /// Sets the offloaded masters of a unit. `set` is called for each chunk with the range of its

@@ -6,6 +6,7 @@ use crate::config::{
     OptimizerName, Parallel, PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule,
     Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling, Section,
 };
+use crate::constraints::Pruning;
 use crate::fp8::{Fp8Settings, check_sizes, layers};
 use crate::precision::LossScaler;
 use crate::pretrained::config_text;
@@ -25,6 +26,7 @@ use trainyard_program::{
     lower_rank,
 };
 use trainyard_tensor::DType;
+use trainyard_tensor::sparsity::Pattern;
 
 /// The model of a resolved configuration.
 pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
@@ -484,6 +486,8 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
         gradients: resolved.compression.gradients,
         outer: resolved.compression.outer,
         outer_momentum: resolved.apart.is_some_and(|apart| apart.outer.momentum != 0.0),
+        rounding_bits: resolved.constraints.grid.map(|grid| grid.bits),
+        pruned: resolved.constraints.pruning.is_some(),
         ..Strategy::new(units)
     })
 }
@@ -557,7 +561,9 @@ pub fn is_offloaded(resolved: &Resolved) -> bool {
 
 /// Elements per chunk of optimizer state; None if the rule needs all of a unit.
 fn update_chunk(resolved: &Resolved) -> Option<u64> {
-    let whole = matches!(resolved.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+    let compares_all = |pruning: &Pruning| matches!(pruning.pattern, Pattern::Share(_));
+    let whole = matches!(resolved.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor)
+        || resolved.constraints.pruning.as_ref().is_some_and(compares_all);
     (!whole).then_some(resolved.config.offload.chunk_elements as u64)
 }
 
@@ -586,6 +592,7 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
         reduce: reduce_dtype(resolved),
         way: crate::collectives::asked(resolved),
         optimizer: resolved.optimizer,
+        constraints: resolved.constraints,
         scaler,
         seed: resolved.config.training.seed,
         compression: resolved.compression,
@@ -608,7 +615,7 @@ fn state_bytes(resolved: &Resolved) -> StateBytes {
     let average = if resolved.optimizer.averaging.is_some() { 4 } else { 0 };
     StateBytes {
         parameter: compute.size() as u32,
-        master: if compute == DType::F32 && resolved.server.is_none() { 0 } else { 4 },
+        master: if resolved.constraints.separate_masters(compute) || resolved.server.is_some() { 4 } else { 0 },
         gradient: 4,
         optimizer: optimizer + average,
         reduce: reduce_dtype(resolved).size() as u32,

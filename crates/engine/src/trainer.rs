@@ -536,6 +536,7 @@ impl<'s> Run<'s> {
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
             staleness: outcome.staleness.clone(),
+            sparsity: outcome.sparsity.share(),
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
         };

@@ -117,6 +117,8 @@ impl<'a> Bounds<'a> {
             kind: StepKind::Synchronous,
             server: None,
             folded: false,
+            rounding_bits: None,
+            pruned: false,
             snapshot: false,
             prefetch: 1,
             resident: Vec::new(),

@@ -217,6 +217,8 @@ impl<'a> Lowering<'a> {
             kind: strategy.kind,
             server: strategy.server,
             folded: strategy.elastic,
+            rounding_bits: strategy.rounding_bits,
+            pruned: strategy.pruned,
             snapshot: strategy.snapshot,
             prefetch: strategy.prefetch,
             resident: Vec::new(),

@@ -140,7 +140,11 @@ fn describe(program: &Program, action: Action) -> String {
             format!("{name} {}{}{add}", unit_name(unit), unless(axis, Axis::Data))
         }
         Action::Tie { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Pipeline)),
-        Action::Update { unit, chunk } => format!("{name} {}{}", unit_name(unit), part(program, unit, chunk)),
+        Action::Update { unit, chunk } => {
+            let rounds = program.rounding_bits_of(unit).map_or(String::new(), |bits| format!(", to {bits} bits"));
+            let pruned = if program.is_pruned(unit) { ", pruned" } else { "" };
+            format!("{name} {}{}{rounds}{pruned}", unit_name(unit), part(program, unit, chunk))
+        }
         Action::Outer { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Replicate)),
         Action::Push { unit } => format!("{name} {} to {}", unit_name(unit), servers(program)),
         Action::Commit => format!("{name} the step to {}", servers(program)),

@@ -57,6 +57,13 @@ pub struct Program {
     /// True if each micro-batch's gradient has a buffer of its own. The buffers are folded along a
     /// binary tree.
     pub folded: bool,
+    /// The bits to which an update rounds the matrices of blocks in the copy that forward reads;
+    /// None: it rounds them to the copy's dtype.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rounding_bits: Option<u8>,
+    /// True if updates keep weights of the matrices of blocks at zero.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub pruned: bool,
     /// True if the step ends by handing the state to the checkpoint writer.
     pub snapshot: bool,
     /// Number of passes that anything may be brought ahead of its use. Also the number of
@@ -72,6 +79,20 @@ impl Program {
     /// The numbers of a lane's instructions, in order.
     pub fn on_lane(&self, lane: Lane) -> impl Iterator<Item = usize> + '_ {
         self.instructions.iter().enumerate().filter(move |(_, i)| i.action.lane() == lane).map(|(number, _)| number)
+    }
+
+    /// The bits to which updates of a unit round its matrices; None: to the copy's dtype.
+    pub fn rounding_bits_of(&self, unit: u32) -> Option<u8> {
+        self.rounding_bits.filter(|_| self.is_block(unit))
+    }
+
+    /// True if updates of a unit keep weights at zero.
+    pub fn is_pruned(&self, unit: u32) -> bool {
+        self.pruned && self.is_block(unit)
+    }
+
+    fn is_block(&self, unit: u32) -> bool {
+        unit > 0 && (unit as usize) + 1 < self.units.len()
     }
 
     /// The instruction's action and unit in words: `forward block.3`, `clip`.

@@ -260,6 +260,11 @@ pub struct Strategy {
     pub outer_momentum: bool,
     /// The parameter server of steps that have one.
     pub server: Option<ParameterServer>,
+    /// The bits to which an update rounds the matrices of blocks in the copy that forward reads;
+    /// None: it rounds them to the copy's dtype.
+    pub rounding_bits: Option<u8>,
+    /// True if updates keep weights of the matrices of blocks at zero.
+    pub pruned: bool,
 }
 
 impl Strategy {
@@ -286,6 +291,8 @@ impl Strategy {
             outer: None,
             outer_momentum: true,
             server: None,
+            rounding_bits: None,
+            pruned: false,
         }
     }
 }

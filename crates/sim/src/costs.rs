@@ -165,7 +165,15 @@ impl Costs {
                 // The gradient is read, the master and both moments are read and written, and the
                 // compute copy is written.
                 let state = &self.stack.state;
-                let moved = state.gradient + 2 * state.master + 2 * state.optimizer + state.parameter;
+                let mut moved = state.gradient + 2 * state.master + 2 * state.optimizer + state.parameter;
+                if program.rounding_bits_of(unit).is_some() {
+                    // The masters are read once more, and their rounded values are written.
+                    moved += state.master + state.parameter;
+                }
+                if program.is_pruned(unit) {
+                    // Masters are read for the mask; then they and the copy are read and written.
+                    moved += 3 * state.master + 2 * state.parameter;
+                }
                 let chunks = f64::from(program.chunks_of(unit));
                 let bytes = f64::from(moved) * self.unit(unit).elements / held / chunks;
                 match program.offload.optimizer {

@@ -15,6 +15,7 @@ pub mod cuda;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod grid;
 pub mod heap;
 mod host;
 pub mod mapped;
@@ -22,6 +23,7 @@ pub mod ops;
 pub mod pool;
 pub mod reference;
 pub mod shape;
+pub mod sparsity;
 pub mod tensor;
 
 pub use device::{Call, Computes, Cost, Device, Dims, On, Profile, Work};

@@ -31,6 +31,8 @@ mod resolve_fine_tuning;
 mod resolve_model;
 mod resolve_parallel;
 mod resolve_server;
+mod resolve_pruning;
+mod resolve_quantization;
 mod resolve_update;
 mod section;
 mod sections;
@@ -40,6 +42,8 @@ mod sections_distillation;
 mod sections_experts;
 mod sections_fine_tuning;
 mod sections_parallel;
+mod sections_pruning;
+mod sections_quantization;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -65,6 +69,8 @@ pub use sections_distillation::*;
 pub use sections_experts::*;
 pub use sections_fine_tuning::*;
 pub use sections_parallel::*;
+pub use sections_pruning::*;
+pub use sections_quantization::*;
 pub use value::{ByteSize, ConfigValue, Cuts, Names, Override, Overrides, Reshard, Source, Sources};
 
 use serde::Serialize;
@@ -138,6 +144,10 @@ config! {
     averaging: AveragingSection,
     /// The number formats of the arithmetic.
     precision: PrecisionSection,
+    /// Training that knows of the rounding of weights.
+    quantization: QuantizationSection,
+    /// Weights that become zero during training.
+    pruning: PruningSection,
     /// Recomputation.
     activation_checkpointing: ActivationCheckpointingSection,
     /// The device and its threads.

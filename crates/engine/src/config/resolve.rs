@@ -8,6 +8,7 @@ use super::sections::*;
 use super::value::ConfigValue;
 use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel, ServerRule};
 use crate::averaging::Averaging;
+use crate::constraints::WeightConstraints;
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -178,6 +179,8 @@ pub struct Resolved {
     pub limits: Limits,
     /// The update rule.
     pub optimizer: OptimizerSettings,
+    /// The values that weights may have during training.
+    pub constraints: WeightConstraints,
     /// The learning rate over the steps.
     pub schedule: Schedule,
     /// The ranks and the state that each of them keeps.
@@ -262,6 +265,7 @@ impl Config {
         r.averaging_extent(optimizer.averaging, limits);
         let schedule = r.schedule(optimizer.learning_rate, limits.steps);
         r.precision();
+        let constraints = WeightConstraints { grid: r.quantization(), pruning: r.pruning(limits, optimizer.averaging) };
         r.activation_checkpointing(inputs);
         let (isa, threads) = r.compute(inputs, &parallel);
         r.memory();
@@ -281,6 +285,7 @@ impl Config {
             sequence_length,
             limits,
             optimizer,
+            constraints,
             schedule,
             parallel,
             apart,

@@ -59,7 +59,7 @@ macro_rules! whole_numbers {
         }
     )*};
 }
-whole_numbers!(usize, u64);
+whole_numbers!(u8, usize, u64);
 
 impl ConfigValue for f64 {
     fn expected() -> String {

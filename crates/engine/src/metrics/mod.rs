@@ -89,6 +89,9 @@ pub struct StepMetrics {
     /// number of updates that the pulled parameters lacked. Entry 0 counts pulls that lacked none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staleness: Option<Vec<u64>>,
+    /// The share of weights that are zero, of those that rank 0 prunes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sparsity: Option<f64>,
     /// The balance of experts, in a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertMetrics>,
@@ -446,6 +449,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     scalars.extend(m.drift.map(|drift| ("drift".to_owned(), drift)));
     let staleness = m.staleness.as_deref().and_then(mean_staleness);
     scalars.extend(staleness.map(|mean| ("staleness/mean".to_owned(), mean)));
+    scalars.extend(m.sparsity.map(|share| ("sparsity".to_owned(), share)));
     let experts = m.experts.map(|experts| {
         [
             ("experts/load_max", experts.load_max),
@@ -504,6 +508,7 @@ pub(crate) mod tests {
             loss_scale: None,
             drift: None,
             staleness: None,
+            sparsity: None,
             experts: None,
             skipped: false,
         }

@@ -42,7 +42,13 @@ impl Optimizer {
     }
 
     /// The masters of a chunk, which are in memory.
-    fn masters_of(&self, unit: usize, chunk: &Chunk, staged: &Staged, parameters: &ParameterState) -> Result<Tensor> {
+    pub(super) fn masters_of(
+        &self,
+        unit: usize,
+        chunk: &Chunk,
+        staged: &Staged,
+        parameters: &ParameterState,
+    ) -> Result<Tensor> {
         match &staged.masters {
             Some(masters) => Ok(masters.view(0, [chunk.range.len()])?),
             None => parameters.unit(unit).master_range(chunk.range.clone()),

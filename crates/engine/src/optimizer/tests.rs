@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::config::{Config, Inputs};
+use crate::constraints::WeightConstraints;
 use serde_json::Value;
 use trainyard_autograd::{Tape, Var};
 use trainyard_model::{Forward, Init, Unit};
@@ -56,9 +57,12 @@ impl Trial {
         ];
         let model = Model::from_units(vec![Box::new(Holder(specs))], 1).unwrap();
         let (holding, tiers) = (Holding::whole(), Tiers::default());
-        let parameters = ParameterState::zeros(&device, &model, holding.clone(), DType::F32, &tiers).unwrap();
+        let parameters =
+            ParameterState::zeros(&device, &model, holding.clone(), DType::F32, WeightConstraints::default(), &tiers)
+                .unwrap();
         let gradients = GradientState::new(&device, &model, holding.clone(), &tiers).unwrap();
-        let optimizer = Optimizer::new(&device, &model, &holding, DType::F32, settings, &tiers).unwrap();
+        let settings = RankSettings::new(settings, 0);
+        let optimizer = Optimizer::new(&device, &model, &holding, DType::F32, &settings, &tiers).unwrap();
         Trial { model, parameters, gradients, optimizer }
     }
 

@@ -36,6 +36,7 @@ pub use step::{Launches, ServerStep, StepOutcome, StepSettings};
 
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
+use crate::constraints::WeightConstraints;
 use crate::encoded::{CodeRounding, EncodedSums, Moment, UnitExtents};
 use crate::experts::ExpertExchange;
 use crate::faults::Faults;
@@ -135,6 +136,8 @@ pub struct RankSettings {
     pub way: Way,
     /// The update rule.
     pub optimizer: OptimizerSettings,
+    /// The values that weights may have.
+    pub constraints: WeightConstraints,
     /// The loss scale at the start.
     pub scaler: LossScaler,
     /// The seed of initial values and of dropout.
@@ -168,6 +171,7 @@ impl RankSettings {
             reduce: DType::F32,
             way: Way::Host,
             optimizer,
+            constraints: WeightConstraints::default(),
             scaler: LossScaler::none(),
             seed,
             graphs: false,
@@ -195,8 +199,10 @@ impl Rank {
     ) -> Result<Rank> {
         links.reduce.stage(device, &model, &holding, settings)?;
         let outer = outer_step(device, &model, &holding, &links.reduce, settings)?;
-        let parameters = ParameterState::zeros(device, &model, holding.clone(), settings.compute, &tiers)?;
-        let optimizer = Optimizer::new(device, &model, &holding, settings.compute, settings.optimizer, &tiers)?;
+        let (compute, constraints) = (settings.compute, settings.constraints);
+        constraints.check(&model, &holding)?;
+        let parameters = ParameterState::zeros(device, &model, holding.clone(), compute, constraints, &tiers)?;
+        let optimizer = Optimizer::new(device, &model, &holding, compute, settings, &tiers)?;
         let gradients = GradientState::new(device, &model, holding.clone(), &tiers)?;
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
         let optimizer = Arc::new(optimizer);
@@ -249,7 +255,8 @@ impl Rank {
     /// and must not be trained.
     pub fn for_inference(device: &Device, model: Model, compute: DType) -> Result<Rank> {
         let tiers = Tiers::default();
-        let parameters = ParameterState::zeros(device, &model, Holding::whole(), compute, &tiers)?;
+        let parameters =
+            ParameterState::zeros(device, &model, Holding::whole(), compute, WeightConstraints::default(), &tiers)?;
         let core = Core { scaler: LossScaler::none(), updates: 0, averaged: 0, skip_above: None };
         let state = (Arc::new(Optimizer::none(device)), tiers);
         let gradients = GradientState::none(device);

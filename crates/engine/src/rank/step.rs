@@ -8,6 +8,7 @@ use super::offloaded_activations::OffloadedActivations;
 use super::passes::{At, Pass, Passes};
 use super::{Rank, cannot};
 use crate::Result;
+use crate::constraints::Sparsity;
 use crate::fp8::over_ranks;
 use crate::lanes::Span;
 use crate::links::{ComputeLinks, Link};
@@ -51,6 +52,9 @@ pub struct StepOutcome {
     /// With a server on this rank: the pulls that it has answered since the step before, of all
     /// workers, by the number of updates that their parameters lacked.
     pub staleness: Option<Vec<u64>>,
+    /// The zeros that this rank's updates keep; no weights if nothing is pruned, or the update was
+    /// skipped.
+    pub sparsity: Sparsity,
     /// The ways of this step's tokens; None without experts.
     pub routing: Option<RoutingRecord>,
     /// The way its forwards and backwards were launched.
@@ -499,8 +503,13 @@ impl Rank {
         if anew && !self.parameters.is_here(unit) {
             self.parameters.take(unit)?;
         }
-        match lock(&step.outcome).skipped {
-            false => self.optimizer.update(unit, chunk, &self.parameters, &self.gradients, carried.rates),
+        let skipped = lock(&step.outcome).skipped;
+        match skipped {
+            false => {
+                let sparsity = self.optimizer.update(unit, chunk, &self.parameters, &self.gradients, carried.rates)?;
+                lock(&step.outcome).sparsity += sparsity;
+                Ok(())
+            }
             true if anew || self.optimizer.host().is_some() => {
                 self.optimizer.refresh_copy(unit, chunk, &self.parameters)
             }

@@ -6,6 +6,7 @@
 //! - the *whole*: all of a unit's parameters, gathered from other ranks if the copy is a shard.
 
 use super::{Holding, lock, overlap};
+use crate::constraints::{GridMatrices, WeightConstraints};
 use crate::links::Link;
 use crate::tier::{Lower, Stored, Tiers, aligned};
 use crate::{EngineError, Result};
@@ -47,6 +48,8 @@ pub struct UnitParameters {
     copy_range: Range<usize>,
     /// The frozen elements that it holds behind them.
     frozen_range: Range<usize>,
+    /// The matrices that the copy holds rounded to a grid; None if it holds all as they are.
+    on_grid: Option<GridMatrices>,
     /// Offset of the copy in the store.
     offset: u64,
     /// The copy on the host, if it lies there.
@@ -77,18 +80,22 @@ impl ParameterState {
         model: &Model,
         holding: Holding,
         compute: DType,
+        constraints: WeightConstraints,
         tiers: &Tiers,
     ) -> Result<ParameterState> {
         // A server updates its masters while the rank computes with its copy.
-        let apart = compute != DType::F32 || tiers.has_masters(compute) || holding.server.is_some();
-        let lower = tiers.parameters.clone();
+        let separate = constraints.separate_masters(compute) || holding.server.is_some();
+        let (lower, apart) = (tiers.parameters.clone(), separate || tiers.has_masters(separate));
         let (units, adapters) = (Vec::new(), model.adapters().clone());
         let mut state = ParameterState { device: device.clone(), compute, holding, lower, apart, units, adapters };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
-            let here = apart && !tiers.has_masters(compute) && state.holding.holds(unit);
+            let here = apart && !with_state && state.holding.holds(unit);
+            let grid = constraints.grid.filter(|_| state.holding.holds(unit));
+            let on_grid = grid.map(|format| GridMatrices::of(model, unit, &state.holding, format));
             let mut unit = UnitParameters::new(device, model, unit, &state.holding, apart, here)?;
+            unit.on_grid = on_grid;
             unit.offset = offset;
             offset += aligned((unit.copy_elements() * compute.size()) as u64);
             let on_host = |host: &Device| host.zeros([unit.copy_elements()], compute, Purpose::Params);
@@ -370,6 +377,7 @@ impl UnitParameters {
             apart,
             copy_range,
             frozen_range,
+            on_grid: None,
             offset: 0,
             on_host: None,
             present,
@@ -441,17 +449,34 @@ impl UnitParameters {
         }
     }
 
-    /// Casts `masters`, the elements `range`, into the copy. Does nothing if the copy is its own
-    /// master.
+    /// True if the copy holds matrices rounded to a grid.
+    pub fn is_on_grid(&self) -> bool {
+        self.on_grid.is_some()
+    }
+
+    /// Writes to the copy the matrices among `masters`, the elements `range`, rounded to the grid.
+    /// Does nothing if there is no grid.
+    ///
+    /// # Errors
+    /// A range that cuts a group.
+    pub fn round_copy(&self, range: Range<usize>, masters: &Tensor) -> Result<()> {
+        let (Some(grid), Some(mut copy)) = (&self.on_grid, self.copy_range(range.clone())?) else { return Ok(()) };
+        grid.round(&range, masters, &mut copy)
+    }
+
+    /// Casts `masters`, the elements `range`, into the copy, and rounds them to the grid if there
+    /// is one. Does nothing if the copy is its own master.
     pub fn write_copy(&self, range: Range<usize>, masters: &Tensor) -> Result<()> {
         let part = overlap(&range, &self.copy_range);
         if let Some(mut copy) = self.copy_range(part.clone())? {
             let masters = masters.view(part.start - range.start, [part.len()])?;
             if masters.device().same(copy.device()) {
                 ops::cast_into(&masters, &mut copy)?;
+                self.on_grid.as_ref().map_or(Ok(()), |grid| grid.round(&part, &masters, &mut copy))?;
             } else {
                 let mut cast = masters.device().empty([part.len()], copy.dtype(), Purpose::Workspace)?;
                 ops::cast_into(&masters, &mut cast)?;
+                self.on_grid.as_ref().map_or(Ok(()), |grid| grid.round(&part, &masters, &mut cast))?;
                 copy.transfer_from(&cast)?;
                 // The host memory of `cast` may be reused only after the transfer.
                 copy.device().synchronize()?;

@@ -15,7 +15,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_program::{Action, Program, State, Tier};
-use trainyard_tensor::{Computes, DType, Device, Tensor, Usage};
+use trainyard_tensor::{Computes, Device, Tensor, Usage};
 
 /// An error of reading or writing offloaded state.
 #[derive(Debug, thiserror::Error)]
@@ -172,13 +172,13 @@ impl Tiers {
         self.chunks.get(unit).copied().unwrap_or(1)
     }
 
-    /// True if the f32 masters lie with the optimizer's state, when forward reads `compute`. On
-    /// disk these are the masters that are separate from the copy. On the host it is all of them,
-    /// because the update runs there.
-    pub fn has_masters(&self, compute: DType) -> bool {
+    /// True if the f32 masters lie with the optimizer's state. `separate`: they are separate from
+    /// what forward reads. On disk these are the masters that lie with the state. On the host it is
+    /// all of them, because the update runs there.
+    pub fn has_masters(&self, separate: bool) -> bool {
         match &self.optimizer {
             None => false,
-            Some(Lower::Disk(_)) => compute != DType::F32,
+            Some(Lower::Disk(_)) => separate,
             Some(Lower::Host(_)) => true,
         }
     }

@@ -92,6 +92,8 @@ const MUON: &[&str] = &["optimizer.name=muon"];
 const ADAFACTOR: &[&str] = &["optimizer.name=adafactor"];
 const SGD: &[&str] = &["optimizer.name=sgd"];
 const EMA: &[&str] = &["averaging.kind=ema", "evaluation.interval_steps=1", "data.validation_fraction=0.1"];
+const GRID: &[&str] = &["quantization.aware=4", "quantization.group=0"];
+const PRUNED: &[&str] = &["pruning.sparsity=0.5", "pruning.begin=0.25", "pruning.end=1", "pruning.interval_steps=1"];
 const WSD: &[&str] = &["schedule.kind=wsd", "schedule.decay_steps=3"];
 const FP8: &[&str] = &["precision.compute=bf16", "precision.fp8=hybrid"];
 const F16: &[&str] = &["precision.compute=f16"];
@@ -285,6 +287,13 @@ pub const ROWS: &[Row] = &[
     row("precision.fp8_margin", FP8, &["precision.fp8_margin=4"], Losses),
     row("precision.loss_scale_initial", F16, &["precision.loss_scale_initial=2"], Scales),
     row("precision.loss_scale_window", F16, &["precision.loss_scale_window=1"], Scales),
+    row("quantization.aware", &[], &["quantization.aware=4", "quantization.group=0"], Losses),
+    row("quantization.group", GRID, &["quantization.group=8"], Losses),
+    row("pruning.sparsity", &[], &["pruning.sparsity=0.5", "pruning.begin=0", "pruning.end=0"], Losses),
+    row("pruning.pattern", &[], &["pruning.pattern='2:4'", "pruning.begin=0", "pruning.end=0"], Losses),
+    row("pruning.begin", PRUNED, &["pruning.begin=0"], Losses),
+    row("pruning.end", PRUNED, &["pruning.end=0.5"], Losses),
+    row("pruning.interval_steps", PRUNED, &["pruning.interval_steps=2"], Losses),
     row("activation_checkpointing.mode", &[], &["activation_checkpointing.mode=full"], Memory),
     row(
         "activation_checkpointing.overrides",

@@ -8,6 +8,7 @@
 use super::{Places, StoredTensor, TensorFile, WeightsError};
 use crate::hf::ConfigError;
 use crate::{Model, ParameterKind};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use trainyard_autograd::ParamId;
 pub const PACKED_BITS: [u8; 4] = [2, 3, 4, 8];
 
 /// The form of packed matrices.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct PackedFormat {
     /// Bits of a code.
     pub bits: u8,

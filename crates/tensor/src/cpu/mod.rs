@@ -14,6 +14,7 @@ pub mod embedding;
 pub mod experts;
 pub mod fp8;
 pub mod gemm;
+pub mod grid;
 pub mod head;
 pub mod isa;
 mod lent_threads;
@@ -28,6 +29,7 @@ pub mod reduce;
 pub mod rope;
 mod rows;
 pub mod simd;
+pub mod sparsity;
 pub mod threads;
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
 pub(crate) mod tile_emulator;

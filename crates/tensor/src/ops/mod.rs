@@ -10,12 +10,14 @@ mod distill;
 mod embedding;
 pub mod experts;
 pub mod fp8;
+pub mod grid;
 mod linear;
 mod loss;
 mod norm;
 pub mod optim;
 pub mod plain;
 mod pointwise;
+pub mod sparsity;
 
 pub use crate::cpu::distill::{Distillation, Divergence};
 pub use crate::cpu::embedding::TablePart;

@@ -4,6 +4,7 @@ pub mod activation;
 pub mod attention;
 pub mod experts;
 pub mod fp8;
+pub mod grid;
 pub mod loss;
 pub mod matmul;
 pub mod norm;

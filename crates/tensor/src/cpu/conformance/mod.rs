@@ -8,11 +8,13 @@
 
 mod experts;
 mod fp8;
+mod grid;
 mod norm;
 mod optim;
 mod plain;
 mod random;
 mod rows;
+mod sparsity;
 mod training;
 
 use crate::cpu::{Cpu, Isa};

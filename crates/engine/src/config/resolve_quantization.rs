@@ -1,0 +1,62 @@
+//! Resolves `[quantization]`.
+
+use super::resolve::Resolver;
+use super::sections::Fp8Recipe;
+use super::sections_fine_tuning::AdapterMethod;
+use super::sections_parallel::UpdateRule;
+use super::sections_quantization::*;
+use super::{DeviceKind, OffloadTier};
+use trainyard_model::weights::{PACKED_BITS, PackedFormat};
+
+impl Resolver {
+    /// Resolves `[quantization]`; None if weights are not rounded.
+    pub(super) fn quantization(&mut self) -> Option<PackedFormat> {
+        let QuantizationSection { aware, group } = self.config.quantization.clone();
+        let Some(bits) = aware else {
+            self.unused("quantization.group", &group, "quantization.aware is unset");
+            return None;
+        };
+        if !PACKED_BITS.contains(&bits) {
+            let message = format!("quantization.aware = {bits}: weights have 2, 3, 4 or 8 bits");
+            self.problem("quantization.aware", message);
+            return None;
+        }
+        let group = self.settle("quantization.group", &group, 128, "as `trainyard quantize` has it");
+        self.on_processors_only("quantization.aware", "weights are rounded in training");
+        if self.config.precision.fp8 != Fp8Recipe::Off {
+            let message = "quantization.aware rounds weights to a grid, and precision.fp8 would round them once more: set \
+                           precision.fp8 = \"off\"";
+            self.problem("quantization.aware", message);
+        }
+        Some(PackedFormat { bits, group: Some(group).filter(|group| *group > 0) })
+    }
+
+    /// Refuses what constraints on weights during training do not go with. `what` says in words
+    /// what `key` asks for.
+    pub(super) fn on_processors_only(&mut self, key: &str, what: &str) {
+        if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
+            self.problem(key, format!("{what} on processors only: set compute.device = \"cpu\", or remove {key}"));
+        }
+        if self.config.offload.optimizer == OffloadTier::Host {
+            let message = format!(
+                "{what} where the device updates them: set memory.offload.optimizer to another tier than \"host\", or remove {key}"
+            );
+            self.problem(key, message);
+        }
+        if self.config.fine_tuning.adapter != AdapterMethod::None {
+            let message = format!(
+                "{what}, and with fine_tuning.adapter = \"{}\" they are frozen: set fine_tuning.adapter = \"none\", or remove {key}",
+                self.config.fine_tuning.adapter
+            );
+            self.problem(key, message);
+        }
+        if self.config.update.rule != UpdateRule::Synchronous {
+            let message = format!(
+                "{what} in one set of weights, and with update.rule = \"{}\" every replica has its own: use update.rule = \
+                 \"synchronous\", or remove {key}",
+                self.config.update.rule
+            );
+            self.problem(key, message);
+        }
+    }
+}
