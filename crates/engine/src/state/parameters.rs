@@ -85,7 +85,8 @@ impl ParameterState {
     ) -> Result<ParameterState> {
         // A server updates its masters while the rank computes with its copy.
         let separate = constraints.separate_masters(compute) || holding.server.is_some();
-        let (lower, apart) = (tiers.parameters.clone(), separate || tiers.has_masters(separate));
+        let with_state = tiers.has_masters(separate);
+        let (lower, apart) = (tiers.parameters.clone(), separate || with_state);
         let (units, adapters) = (Vec::new(), model.adapters().clone());
         let mut state = ParameterState { device: device.clone(), compute, holding, lower, apart, units, adapters };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
