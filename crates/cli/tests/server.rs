@@ -38,8 +38,8 @@ fn losses(folder: &Folder, run: &str) -> Vec<[serde_json::Value; 3]> {
 }
 
 /// Threads and processes with a parameter server end in the records of synchronous training, and in
-/// the checkpoint of ZeRO stage 1, byte by byte. So does a run that goes on from a checkpoint in the
-/// middle, as threads or processes, whichever began it.
+/// the checkpoint of ZeRO stage 1, byte by byte. So does a run that goes on from a checkpoint in
+/// the middle, as threads or processes, whichever began it.
 #[test]
 fn a_staleness_of_zero_is_synchronous_training_for_threads_processes_and_resumed_runs() {
     let folder = Folder::new();

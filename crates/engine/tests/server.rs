@@ -125,6 +125,39 @@ fn a_worker_is_ahead_of_another_by_the_bound_and_no_more() {
     assert!(ends[0].outcomes[..11].iter().all(|outcome| !outcome.server.unwrap().is_drained));
 }
 
+/// Worker 1 stops before its second step. Worker 0 goes on as far as it may; then its pull names
+/// worker 1.
+#[test]
+fn a_pull_that_waits_beyond_the_deadline_names_the_worker_that_has_not_committed() {
+    let resolved = resolved(&["parallel.ranks=2", "update.rule='server'", "update.staleness=1", "update.every=40"]);
+    let ended = AtomicU64::new(0);
+    let load = |device: &Device, model: &Model, step: u64, first: usize, count: usize| -> Result<_, EngineError> {
+        while first > 0 && step == 1 {
+            if ended.load(Ordering::SeqCst) > 0 {
+                return Err(EngineError::DoesNotFit("worker 1 has stopped".to_owned()));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(batch(device, model, step, first, count))
+    };
+    let errors: Vec<String> = std::thread::scope(|scope| {
+        let (resolved, load, ended) = (&resolved, &load, &ended);
+        let ranks = local::World::new(2).into_iter().map(|world| {
+            world.set_deadline(Duration::from_secs(3));
+            let train = move |world| train_rank_with(resolved, world, 9, load, |_| Faults::new([], Hang::ForEver));
+            scope.spawn(move || {
+                let failed = run(world, train).err().expect("the run ends").to_string();
+                ended.store(1, Ordering::SeqCst);
+                failed
+            })
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let named =
+        errors[0].contains("rank 0 in step 2 at `pull ") && errors[0].contains("no arrival within 3.0 s of rank 1");
+    assert!(named, "{errors:?}");
+}
+
 /// Random delays at instructions of all ranks: the bound holds, and memory is what is predicted.
 #[test]
 fn late_instructions_change_no_bound_and_no_memory() {

@@ -117,7 +117,9 @@ pub enum Action {
         micro_batch: u32,
     },
     /// Sums the step's tokens and targets over the data ranks. The loss is a mean over the targets
-    /// of the whole global batch, so every rank needs their number.
+    /// of the whole global batch, so every rank needs their number. Workers of a parameter server
+    /// that may be stale do not sum them
+    /// ([`counts_over_ranks`](crate::Program::counts_over_ranks)).
     Count {
         /// Axis along which the numbers are summed: [`Axis::Data`]. Ranks of a tensor-parallel
         /// group and pipeline stages have the same targets.

@@ -173,7 +173,11 @@ impl Server {
                 return Err(failure);
             }
             if began.elapsed() >= comm.deadline() {
-                return Err(comm.accuse_late(&clocks.missing()));
+                let missing = clocks.missing();
+                return Err(match missing.is_empty() {
+                    true => comm.abort("its parameter server makes no update, though all workers have committed"),
+                    false => comm.accuse_late(&missing),
+                });
             }
             clocks = self.changed.wait_timeout(clocks, SLICE).unwrap_or_else(PoisonError::into_inner).0;
         }
