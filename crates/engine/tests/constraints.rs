@@ -109,7 +109,7 @@ fn no_layout_changes_a_bit_of_pruning() {
 /// The weights of every matrix of weight files in the blocks, by parameter, at a step of a run.
 fn matrices(run: &Path, step: u64) -> Vec<(usize, Vec<f32>)> {
     let tensors = tensors(&find(run, Choice::Step(step)).unwrap().unwrap().checkpoint);
-    let trained = open_trained(run, Choice::Latest.into(), &Runtime::of_this_machine(), |_| ()).unwrap();
+    let trained = open_trained(run, Choice::Latest, &Runtime::of_this_machine(), |_| ()).unwrap();
     let model = trained.rank.model();
     let mut all = Vec::new();
     for (id, spec) in model.parameters() {
@@ -300,7 +300,7 @@ fn impossible_constraints_are_refused() {
         (&[half, "parallel.ranks=2", "parallel.zero_stage=1"], "take ZeRO stage 0, or pruning.pattern"),
         (&[half, "parallel.tensor_parallel_degree=2"], "parallel.tensor_parallel_degree = 1, or pruning.pattern"),
         (
-            &[aware, "quantization.group=0", "parallel.ranks=2", "parallel.zero_stage=2"],
+            &[aware, "quantization.group=0", "model.ffn_dim=128", "parallel.ranks=4", "parallel.zero_stage=2"],
             "would lie on two ranks: take ZeRO stage 0",
         ),
         (&["pruning.pattern=3:5"], "do not divide into groups of 5"),
