@@ -1,4 +1,4 @@
-//! The copy that forward reads, after an update: with zeros that stay zero, on a grid, or cast anew.
+//! The copy that forward reads, after an update: with zeros that stay, on a grid, or cast anew.
 
 use super::{Chunk, Optimizer, Staged};
 use crate::Result;
