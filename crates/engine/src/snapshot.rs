@@ -7,10 +7,11 @@
 //! - `optimizer`: the optimizer's state per parameter;
 //! - JSON: the rest (updates, loss scale, position in the data).
 //!
-//! Four more exist where they have anything in them:
+//! Five more exist where they have anything in them:
 //!
 //! - `averages`: the average of the weights over steps, under the names of the parameters;
 //! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
+//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit;
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
 //! - `replicas`: the optimizer's state and the counts of all replicas but the first
@@ -105,6 +106,7 @@ const REPLICA_STATE: &str = "state";
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 const RESIDUALS: &str = "residuals";
+const LOW_RANK: &str = "low_rank";
 const OUTER: &str = "outer";
 const REPLICAS: &str = "replicas";
 
@@ -268,6 +270,18 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
             .flat_map(|of| names.iter().map(move |name| format!("{of}.{name}")).collect::<Vec<_>>());
         parts.push((RESIDUALS, residuals(rank, copies)?, of_all.collect()));
     }
+    let starts = rank.low_rank_starts();
+    if !starts.is_empty() {
+        let names = starts.iter().map(|(name, _)| name.clone()).collect();
+        // All ranks have the same, and the first writes them.
+        let starts = if rank.parameters.holding().data.0 == 0 { starts } else { Vec::new() };
+        let region = |(name, q): (String, Tensor)| -> Result<Region<'static>> {
+            let bytes = Bytes::from(q.with_bytes(<[u8]>::to_vec)?);
+            let elements = q.elements();
+            Ok(Region { name, dtype: DType::F32, shape: vec![elements], runs: vec![Runs::from(0..elements)], bytes })
+        };
+        parts.push((LOW_RANK, starts.into_iter().map(region).collect::<Result<Vec<_>>>()?, names));
+    }
     let part = |(name, regions, required): (&str, _, _)| SnapshotPart { name: name.into(), regions, required };
     Ok(parts.into_iter().map(part).collect())
 }
@@ -430,7 +444,8 @@ pub(crate) fn bytes_of_tensors(rank: &Rank) -> u64 {
     let momentum = if rank.has_outer_momentum() { parameters } else { 0 };
     let residuals = rank.residual_names().len() * parameters;
     let averages = if rank.has_averages() { trained_parameters(rank).map(whole).sum() } else { 0 };
-    4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals + averages) as u64
+    let starts: usize = rank.low_rank_starts().iter().map(|(_, q)| q.elements()).sum();
+    4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals + starts + averages) as u64
 }
 
 /// The region of the elements `pieces` of a tensor. `stored` are the elements that the rank holds.
@@ -523,6 +538,13 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     state.averaged = averages::restore(rank, checkpoint, state.averaged)?;
     restore_apart(rank, checkpoint, own)?;
     restore_residuals(rank, checkpoint)?;
+    // Factors of another rank do not fit: the next sums begin as the first ones did.
+    for (name, mut q) in rank.low_rank_starts() {
+        if checkpoint.entry(LOW_RANK, &name).is_ok_and(|entry| entry.elements() == q.elements()) {
+            let all = 0..q.elements();
+            q.overwrite_bytes(|bytes| checkpoint.read(LOW_RANK, &name, all, bytes))??;
+        }
+    }
     if own > 0 {
         let ReplicaState { updates, skipped_in_a_row, skipped, history } = read_replica_state(checkpoint, own)?;
         state = RunState { updates, skipped_in_a_row, skipped, history, ..state };
@@ -622,7 +644,7 @@ fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
             MODEL => continue,
             OPTIMIZER => all_state_names(rank),
             // `left_behind` tells what is not read of these.
-            RESIDUALS | OUTER | REPLICAS | averages::PART => continue,
+            RESIDUALS | LOW_RANK | OUTER | REPLICAS | averages::PART => continue,
             _ => BTreeSet::new(),
         };
         checkpoint
