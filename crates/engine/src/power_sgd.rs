@@ -59,7 +59,7 @@ struct Factored {
 #[derive(Default)]
 struct Unit {
     factored: Vec<Factored>,
-    /// What is sent as it is, with its place in the first message.
+    /// The elements that are sent as they are, with their places in the first message.
     plain: Vec<(Range<usize>, usize)>,
     /// Elements of P and of what is sent as it is; elements of Q.
     lengths: [usize; 2],

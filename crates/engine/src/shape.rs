@@ -264,7 +264,8 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
         shape.expert_elements = if expert > 1 { layout.experts().len() as u64 * expert } else { 0 };
         shape.expert_bytes = expert_bytes(model, index, batch, dtype);
         shape.flat_elements = layout.flat_elements() as u64 + shape.expert_elements / expert * (expert - 1);
-        let matrix = |(range, columns): (Range<usize>, usize)| [range.len() / columns.max(1), columns].map(|n| n as u64);
+        let matrix =
+            |(range, columns): (Range<usize>, usize)| [range.len() / columns.max(1), columns].map(|n| n as u64);
         shape.matrices = matrices(model, index, &layout).into_iter().map(matrix).collect();
         shape.frozen_elements = layout.frozen_flat_elements() as u64;
         shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();

@@ -21,6 +21,7 @@
 //! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
 
 mod averages;
+mod low_rank;
 
 pub use averages::load_averages;
 
@@ -106,7 +107,6 @@ const REPLICA_STATE: &str = "state";
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 const RESIDUALS: &str = "residuals";
-const LOW_RANK: &str = "low_rank";
 const OUTER: &str = "outer";
 const REPLICAS: &str = "replicas";
 
@@ -270,17 +270,8 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
             .flat_map(|of| names.iter().map(move |name| format!("{of}.{name}")).collect::<Vec<_>>());
         parts.push((RESIDUALS, residuals(rank, copies)?, of_all.collect()));
     }
-    let starts = rank.low_rank_starts();
-    if !starts.is_empty() {
-        let names = starts.iter().map(|(name, _)| name.clone()).collect();
-        // All ranks have the same, and the first writes them.
-        let starts = if rank.parameters.holding().data.0 == 0 { starts } else { Vec::new() };
-        let region = |(name, q): (String, Tensor)| -> Result<Region<'static>> {
-            let bytes = Bytes::from(q.with_bytes(<[u8]>::to_vec)?);
-            let elements = q.elements();
-            Ok(Region { name, dtype: DType::F32, shape: vec![elements], runs: vec![Runs::from(0..elements)], bytes })
-        };
-        parts.push((LOW_RANK, starts.into_iter().map(region).collect::<Result<Vec<_>>>()?, names));
+    if !rank.low_rank_starts().is_empty() {
+        parts.push((low_rank::PART, low_rank::regions(rank, copies)?, low_rank::names(rank)));
     }
     let part = |(name, regions, required): (&str, _, _)| SnapshotPart { name: name.into(), regions, required };
     Ok(parts.into_iter().map(part).collect())
@@ -538,13 +529,7 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     state.averaged = averages::restore(rank, checkpoint, state.averaged)?;
     restore_apart(rank, checkpoint, own)?;
     restore_residuals(rank, checkpoint)?;
-    // Factors of another rank do not fit: the next sums begin as the first ones did.
-    for (name, mut q) in rank.low_rank_starts() {
-        if checkpoint.entry(LOW_RANK, &name).is_ok_and(|entry| entry.elements() == q.elements()) {
-            let all = 0..q.elements();
-            q.overwrite_bytes(|bytes| checkpoint.read(LOW_RANK, &name, all, bytes))??;
-        }
-    }
+    low_rank::restore(rank, checkpoint)?;
     if own > 0 {
         let ReplicaState { updates, skipped_in_a_row, skipped, history } = read_replica_state(checkpoint, own)?;
         state = RunState { updates, skipped_in_a_row, skipped, history, ..state };
@@ -644,7 +629,7 @@ fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
             MODEL => continue,
             OPTIMIZER => all_state_names(rank),
             // `left_behind` tells what is not read of these.
-            RESIDUALS | LOW_RANK | OUTER | REPLICAS | averages::PART => continue,
+            RESIDUALS | low_rank::PART | OUTER | REPLICAS | averages::PART => continue,
             _ => BTreeSet::new(),
         };
         checkpoint

@@ -101,7 +101,8 @@ fn weights_lack_what_messages_left_out() {
             start(folder, &name, &[&sgd, layout, codec, &[rate.as_str(), "training.steps=5"]].concat())
         };
         let (exact, first) = (train("exact", &[], rate), train("first", &[], 1e-20));
-        for (codec_number, codec) in CODECS.into_iter().enumerate().filter(|(number, _)| [2, 4, 5, 6, 7].contains(number))
+        for (codec_number, codec) in
+            CODECS.into_iter().enumerate().filter(|(number, _)| [2, 4, 5, 6, 7].contains(number))
         {
             let encoded = train(&format!("encoded-{codec_number}"), codec, rate);
             let [mut moved, mut lacking, mut unexplained] = [0.0; 3];
@@ -169,12 +170,7 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
         (&["parallel.ranks=2", POWER_SGD, "precision.compute='f16'"], "loss scale"),
         (&["parallel.ranks=2", POWER_SGD, "parallel.reduce_dtype='bf16'"], "set one of them"),
         (
-            &[
-                "parallel.ranks=4",
-                POWER_SGD,
-                "compression.error_feedback=false",
-                "parallel.tensor_parallel_degree=2",
-            ],
+            &["parallel.ranks=4", POWER_SGD, "compression.error_feedback=false", "parallel.tensor_parallel_degree=2"],
             "the whole gradient of a unit",
         ),
         (

@@ -198,7 +198,8 @@ mod tests {
     #[test]
     fn bits_per_element_are_those_of_the_formats() {
         let bits = |codec: BlockCodec| 8.0 * codec.bytes(1 << 20) as f64 / f64::from(1 << 20);
-        let codecs = [BlockCodec::Bf16, BlockCodec::Int8, BlockCodec::Int4, BlockCodec::OneBit, BlockCodec::TopK { kept: 41 }];
+        let codecs =
+            [BlockCodec::Bf16, BlockCodec::Int8, BlockCodec::Int4, BlockCodec::OneBit, BlockCodec::TopK { kept: 41 }];
         assert_eq!(codecs.map(bits), [16.0, 8.0625, 4.0625, 1.0625, 0.3203125]);
         assert_eq!(BlockCodec::Int8.bytes(1), 258, "a part of a block is sent as a block");
     }

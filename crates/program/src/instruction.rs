@@ -528,7 +528,15 @@ impl Instruction {
 
     /// An instruction that waits for nothing, moves nothing and holds nothing.
     pub fn new(action: Action) -> Instruction {
-        Instruction { action, after: Vec::new(), bytes: 0, encoding: None, factors: None, working_bytes: 0, effects: Vec::new() }
+        Instruction {
+            action,
+            after: Vec::new(),
+            bytes: 0,
+            encoding: None,
+            factors: None,
+            working_bytes: 0,
+            effects: Vec::new(),
+        }
     }
 
     pub(crate) fn moving(mut self, bytes: u64) -> Instruction {

@@ -159,7 +159,8 @@ impl Lowering<'_> {
         let axis = Axis::Replicate;
         let changes = self.sizes.message(axis, self.sizes.held(unit, self.sizes.placement.masters, 4));
         let matrices = &self.sizes.model.units[unit as usize].matrices;
-        let outer = Instruction::new(Action::Outer { unit, axis }).moving(changes).encoded(self.strategy.outer, matrices);
+        let outer =
+            Instruction::new(Action::Outer { unit, axis }).moving(changes).encoded(self.strategy.outer, matrices);
         let outer = self.builder.push(outer, [updated]);
         self.outer = Some(outer);
         outer

@@ -5,8 +5,8 @@ mod common;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use trainyard_program::{
-    Action, Axis, BlockCodec, Codec, Encoding, Memory, MemoryKind, Mesh, Offload, Program, StepKind, Strategy as How, check,
-    check_ranks, lower, lower_rank,
+    Action, Axis, BlockCodec, Codec, Encoding, Memory, MemoryKind, Mesh, Offload, Program, StepKind, Strategy as How,
+    check, check_ranks, lower, lower_rank,
 };
 
 /// Lowerings of every kind on meshes with every axis, for all ranks and checked.
@@ -103,7 +103,8 @@ fn offloaded_state_and_elastic_bits_do_not_go_with_training_apart() {
 
 #[test]
 fn a_listing_names_the_codec_and_the_bytes_before_and_after() {
-    let gradients = Some(Encoding { codec: Codec::Blocks(BlockCodec::TopK { kept: 41 }), over: Axis::Data, feedback: true });
+    let gradients =
+        Some(Encoding { codec: Codec::Blocks(BlockCodec::TopK { kept: 41 }), over: Axis::Data, feedback: true });
     let strategy = How { gradients, ..How::new(4) };
     let program = lower_rank(&common::model(4), &Mesh::data(2, 1), &strategy, 0).unwrap();
     let text = program.to_string();

@@ -213,7 +213,10 @@ mod tests {
             }
             orthogonalise(&mut p, rank);
             for k in 0..rank {
-                assert!((0..rows).all(|i| close(p[i * rank + k].into(), basis[k][i])), "{rows} x {columns}, column {k}");
+                assert!(
+                    (0..rows).all(|i| close(p[i * rank + k].into(), basis[k][i])),
+                    "{rows} x {columns}, column {k}"
+                );
             }
             for (block, q) in q.chunks_mut(COLUMNS * rank).enumerate() {
                 times_p(&m, columns, &p, block, q);
@@ -229,9 +232,8 @@ mod tests {
             }
             for i in 0..rows {
                 for j in 0..columns {
-                    let expected: f64 = (0..rank)
-                        .map(|k| basis[k][i] * (0..rows).map(|i| of_m(i, j) * basis[k][i]).sum::<f64>())
-                        .sum();
+                    let expected: f64 =
+                        (0..rank).map(|k| basis[k][i] * (0..rows).map(|i| of_m(i, j) * basis[k][i]).sum::<f64>()).sum();
                     assert!(close(sent[i * columns + j].into(), expected), "{rows} x {columns} at {i}, {j}");
                 }
             }

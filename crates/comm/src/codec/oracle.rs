@@ -10,7 +10,13 @@ use trainyard_program::BlockCodec;
 pub(super) const SMALLEST: f32 = 1e-30;
 
 /// As [`encode`](super::encode).
-pub fn encode(codec: BlockCodec, values: &[f32], mut residual: Option<&mut [f32]>, rounding: Rounding, message: &mut [u8]) {
+pub fn encode(
+    codec: BlockCodec,
+    values: &[f32],
+    mut residual: Option<&mut [f32]>,
+    rounding: Rounding,
+    message: &mut [u8],
+) {
     let (block, each) = (codec.block_elements(), codec.block_bytes());
     for (number, (values, message)) in values.chunks(block).zip(message.chunks_mut(each)).enumerate() {
         let at = number * block..(number + 1) * block;
@@ -37,7 +43,12 @@ pub fn encode(codec: BlockCodec, values: &[f32], mut residual: Option<&mut [f32]
 }
 
 /// Encodes finite values. Returns what is sent.
-fn encode_block(codec: BlockCodec, input: &[f32], uniform: impl Fn(usize) -> Option<f32>, message: &mut [u8]) -> Vec<f32> {
+fn encode_block(
+    codec: BlockCodec,
+    input: &[f32],
+    uniform: impl Fn(usize) -> Option<f32>,
+    message: &mut [u8],
+) -> Vec<f32> {
     match codec {
         BlockCodec::Bf16 => {
             for (value, bytes) in input.iter().zip(message.chunks_mut(2)) {

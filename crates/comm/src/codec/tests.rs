@@ -1,7 +1,13 @@
 use super::*;
 
-const CODECS: [BlockCodec; 6] =
-    [BlockCodec::Bf16, BlockCodec::Int8, BlockCodec::Int4, BlockCodec::OneBit, BlockCodec::TopK { kept: 41 }, BlockCodec::TopK { kept: 4096 }];
+const CODECS: [BlockCodec; 6] = [
+    BlockCodec::Bf16,
+    BlockCodec::Int8,
+    BlockCodec::Int4,
+    BlockCodec::OneBit,
+    BlockCodec::TopK { kept: 41 },
+    BlockCodec::TopK { kept: 4096 },
+];
 
 /// Values of many magnitudes, with zeros and equal ones among them.
 fn values(elements: usize, seed: u32) -> Vec<f32> {

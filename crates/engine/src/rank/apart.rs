@@ -86,8 +86,11 @@ impl Rank {
             all.extend(encoded.residuals(replica, own).into_iter().map(named("residual")));
         }
         if let Some(low_rank) = &links.low_rank {
-            let residual = |(unit, values): (usize, &Tensor)| {
-                Residual { of: ResidualOf::Group, unit, within: 0..values.elements(), values: values.clone() }
+            let residual = |(unit, values): (usize, &Tensor)| Residual {
+                of: ResidualOf::Group,
+                unit,
+                within: 0..values.elements(),
+                values: values.clone(),
             };
             all.extend(low_rank.residuals().map(residual).map(named("residual")));
         }
@@ -102,7 +105,8 @@ impl Rank {
     /// have the same.
     pub(crate) fn low_rank_starts(&self) -> Vec<(String, Tensor)> {
         let links = lock(&self.reduce_links);
-        let named = |(unit, q): (usize, &Tensor)| (format!("{}.power_sgd", self.model().units()[unit].name()), q.clone());
+        let named =
+            |(unit, q): (usize, &Tensor)| (format!("{}.power_sgd", self.model().units()[unit].name()), q.clone());
         links.low_rank.iter().flat_map(|low_rank| low_rank.starts().map(named).collect::<Vec<_>>()).collect()
     }
 

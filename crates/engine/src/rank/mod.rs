@@ -689,7 +689,9 @@ fn outer_step(
     let Some(outer) = settings.outer else { return Ok(None) };
     let encoded = settings.compression.outer.map(|encoding| {
         let Codec::Blocks(codec) = encoding.codec else {
-            return Err(crate::state::does_not_fit("outer steps send parts of matrices, and low-rank factors need whole ones"));
+            return Err(crate::state::does_not_fit(
+                "outer steps send parts of matrices, and low-rank factors need whole ones",
+            ));
         };
         let extents = |unit: usize| {
             let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);

@@ -326,9 +326,9 @@ impl GradientState {
         let experts = unit.layout.experts();
         let mut sum = if experts.is_empty() {
             {
-            let replicate = links.replicate.clone();
-            reduce(number, &mut fresh.flat, own.clone(), reduction, links, &replicate)?
-        }
+                let replicate = links.replicate.clone();
+                reduce(number, &mut fresh.flat, own.clone(), reduction, links, &replicate)?
+            }
         } else {
             // Nothing is sharded. Each rank has the rows of all that chose its experts, so their
             // gradients are summed over ranks with the same experts only.

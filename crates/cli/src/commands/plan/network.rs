@@ -37,7 +37,14 @@ const DILOCO_INT4: &str = "as diloco (Douillard et al. 2025, outer gradients of 
 fn choices() -> Vec<Choice> {
     let choice = |sets: &[&str], effect| Choice { sets: sets.iter().map(|set| (*set).to_owned()).collect(), effect };
     let mut all = vec![choice(&[], EXACT)];
-    let codecs = [("bf16", BF16), ("int8", INT8), ("int4", INT4), ("one_bit", ONE_BIT), ("top_k", TOP_K), ("power_sgd", POWER_SGD)];
+    let codecs = [
+        ("bf16", BF16),
+        ("int8", INT8),
+        ("int4", INT4),
+        ("one_bit", ONE_BIT),
+        ("top_k", TOP_K),
+        ("power_sgd", POWER_SGD),
+    ];
     all.extend(codecs.map(|(codec, effect)| choice(&[&format!("compression.gradients={codec}")], effect)));
     all.push(choice(&["update.rule=local", "update.every=16"], LOCAL));
     for every in ["update.every=50", "update.every=100", "update.every=500"] {
