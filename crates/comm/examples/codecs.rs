@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 use trainyard_base::median;
 use trainyard_comm::codec::{Rounding, decode, encode, encoded_bytes};
-use trainyard_program::Codec;
+use trainyard_program::BlockCodec;
 
 /// Elements of each thread: 64 MiB, far beyond the caches.
 const ELEMENTS: usize = 1 << 24;
@@ -48,7 +48,9 @@ fn main() {
     let copy = seconds(&mut buffers, |b| black_box(&mut b.other).copy_from_slice(black_box(&b.values)));
     println!("{threads} threads; a copy reads {:.1} GB/s and writes as much", bytes / copy / 1e9);
     println!("{:<12} {:>8} {:>16} {:>8}   as a share of the copy", "codec", "encode", "with feedback", "decode");
-    for codec in [Codec::Bf16, Codec::Int8, Codec::Int4, Codec::OneBit, Codec::TopK { kept: 41 }] {
+    for codec in
+        [BlockCodec::Bf16, BlockCodec::Int8, BlockCodec::Int4, BlockCodec::OneBit, BlockCodec::TopK { kept: 41 }]
+    {
         let size = encoded_bytes(codec, ELEMENTS);
         let plain =
             seconds(&mut buffers, |b| encode(codec, &b.values, None, Rounding::Nearest, &mut b.message[..size]));

@@ -17,7 +17,7 @@ use std::sync::Mutex;
 use trainyard_base::{lock, philox4x32};
 use trainyard_comm::codec::{self, Rounding, encoded_bytes};
 use trainyard_model::UnitLayout;
-use trainyard_program::{Axis, Codec, Encoding};
+use trainyard_program::{Axis, BlockCodec, Encoding};
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
@@ -59,6 +59,7 @@ pub enum CodeRounding {
 /// Buffers and residuals of encoded sums, for every unit of a rank.
 pub(crate) struct EncodedSums {
     encoding: Encoding,
+    codec: BlockCodec,
     rounding: CodeRounding,
     seed: u64,
     extents: Vec<UnitExtents>,
@@ -116,7 +117,7 @@ impl EncodedSums {
     pub(crate) fn new(
         device: &Device,
         extents: Vec<UnitExtents>,
-        encoding: Encoding,
+        (encoding, codec): (Encoding, BlockCodec),
         (rounding, seed): (CodeRounding, u64),
         shard: &Link,
         replicate: &Link,
@@ -124,7 +125,6 @@ impl EncodedSums {
         if device.as_cuda().is_some() {
             return Err(does_not_fit("messages are encoded on processors only, and this rank computes on a GPU"));
         }
-        let codec = encoding.codec;
         let grouped = shard.size() > 1 && encoding.is_over(Axis::Shard);
         let replicas = replicate.size();
         let blocks = |unit: &UnitExtents| share_blocks(codec, unit.part.len(), replicas);
@@ -152,7 +152,7 @@ impl EncodedSums {
             if encoding.feedback { extents.iter().map(residuals).collect::<Result<Vec<_>>>()? } else { Vec::new() };
         let (sent, received) = (take(largest, DType::BF16)?, take(largest, DType::BF16)?);
         let share = take(largest_share, DType::F32)?;
-        Ok(EncodedSums { encoding, rounding, seed, extents, units: kept, sent, received, share })
+        Ok(EncodedSums { encoding, codec, rounding, seed, extents, units: kept, sent, received, share })
     }
 
     /// True if messages between the ranks of `axis` are encoded.
@@ -171,7 +171,7 @@ impl EncodedSums {
         at: Moment,
     ) -> Result<()> {
         let Some(cpu) = flat.device().as_cpu() else { return Ok(()) };
-        let codec = self.encoding.codec;
+        let codec = self.codec;
         let bytes = encoded_bytes(codec, flat.elements());
         let (mut sent, mut received) = (words(&self.sent, bytes)?, words(&self.received, bytes)?);
         let residual = self.units.get(unit).and_then(|residuals| residuals.group.clone());
@@ -186,7 +186,7 @@ impl EncodedSums {
     pub(crate) fn all_reduce(&self, unit: usize, part: &mut Tensor, link: &Link, at: Moment) -> Result<()> {
         let device = part.device().clone();
         let Some(cpu) = device.as_cpu().filter(|_| part.elements() > 0) else { return Ok(()) };
-        let (codec, ranks) = (self.encoding.codec, link.size());
+        let (codec, ranks) = (self.codec, link.size());
         let blocks = part.elements() / codec.block_elements();
         let each = share_blocks(codec, part.elements(), ranks);
         let of_share = each * codec.block_bytes();
@@ -231,7 +231,7 @@ impl EncodedSums {
     /// Zeroes the gaps in `values`, which begin at element `first` of the unit's flat buffer. Only
     /// a codec that has no zero leaves anything there.
     fn clear_gaps(&self, unit: usize, values: Option<Tensor>, first: usize) -> Result<()> {
-        let Some(values) = values.filter(|_| self.encoding.codec == Codec::OneBit) else { return Ok(()) };
+        let Some(values) = values.filter(|_| self.codec == BlockCodec::OneBit) else { return Ok(()) };
         for gap in &self.extents[unit].gaps {
             let gap = overlap(gap, &(first..first + values.elements()));
             if !gap.is_empty() {
@@ -273,7 +273,7 @@ impl EncodedSums {
         message: &mut Tensor,
         key: [u32; 2],
     ) -> Result<()> {
-        let (codec, by_chance) = (self.encoding.codec, self.rounding == CodeRounding::Stochastic);
+        let (codec, by_chance) = (self.codec, self.rounding == CodeRounding::Stochastic);
         let rounding = |first: usize| match by_chance {
             true => Rounding::Stochastic { key, first: first as u64 },
             false => Rounding::Nearest,
@@ -304,7 +304,7 @@ impl EncodedSums {
 }
 
 /// Blocks of the share of `elements` that each of `ranks` adds up; the last may have fewer.
-fn share_blocks(codec: Codec, elements: usize, ranks: usize) -> usize {
+fn share_blocks(codec: BlockCodec, elements: usize, ranks: usize) -> usize {
     (elements / codec.block_elements()).div_ceil(ranks.max(1))
 }
 
@@ -324,7 +324,7 @@ fn clear_behind(message: &mut Tensor, from: usize) -> Result<()> {
 
 fn encode_on_all_threads(
     cpu: &Cpu,
-    codec: Codec,
+    codec: BlockCodec,
     values: &[f32],
     residual: Option<&mut [f32]>,
     rounding: &(impl Fn(usize) -> Rounding + Sync),
@@ -345,7 +345,7 @@ fn encode_on_all_threads(
 
 /// Decodes the messages of `ranks`, which lie one after the other in `messages`, and adds them up.
 /// Each may be longer than the sum needs.
-fn decode_sum(cpu: &Cpu, codec: Codec, messages: &Tensor, ranks: usize, sum: &mut Tensor) -> Result<()> {
+fn decode_sum(cpu: &Cpu, codec: BlockCodec, messages: &Tensor, ranks: usize, sum: &mut Tensor) -> Result<()> {
     let add = |messages: &[u8]| {
         let each = messages.len() / ranks;
         let messages: Vec<&[u8]> = messages.chunks(each).collect();

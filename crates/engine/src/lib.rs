@@ -53,6 +53,7 @@ pub mod optimizer;
 pub mod outer;
 pub mod peaks;
 pub mod positions;
+mod power_sgd;
 pub mod precision;
 pub mod predict;
 pub mod pretrained;

@@ -8,6 +8,7 @@ use crate::Result;
 use crate::collectives::Way;
 use crate::encoded::{EncodedSums, Moment, UnitExtents};
 use crate::positions::Positions;
+use crate::power_sgd::LowRankSums;
 use crate::rank::RankSettings;
 use crate::server::ServerLinks;
 use crate::state::{Holding, does_not_fit};
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use trainyard_comm::nccl::Nccl;
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Model, UnitLayout};
-use trainyard_program::{Action, Axis, Group, Program};
+use trainyard_program::{Action, Axis, Codec, Group, Program};
 use trainyard_tensor::{DType, Device, Tensor, ops};
 
 /// Links of the gather lane: the shard group, and parts of it by their number of ranks.
@@ -44,6 +45,8 @@ pub struct ReduceLinks {
     pub(crate) staging: Staging,
     /// Buffers and residuals of encoded gradients; None: they travel as they are.
     pub(crate) encoded: Option<EncodedSums>,
+    /// State of gradients that travel as low-rank factors.
+    pub(crate) low_rank: Option<LowRankSums>,
 }
 
 /// Links of the compute lane, for the gradient norm and the losses, and for gathers and messages
@@ -162,6 +165,7 @@ impl Maker<'_> {
             tensor: self.tensor_link("reduce")?,
             staging: Staging::default(),
             encoded: None,
+            low_rank: None,
         };
         let compute = ComputeLinks {
             // The compute lane exchanges tensors only outside of steps, when the gather lane is
@@ -284,7 +288,16 @@ impl ReduceLinks {
         let sizes = layouts.map(|layout| (layout.trained_elements(), holding.own(&layout).len()));
         let (elements, own) = sizes.max().unwrap_or_default();
         self.staging = Staging::new(device, elements, own, settings.reduce, &self.shard, &self.replicate)?;
-        if let Some(encoding) = settings.compression.gradients {
+        let Some(encoding) = settings.compression.gradients else { return Ok(()) };
+        if let Codec::PowerSgd(codec) = encoding.codec
+            && self.summed.size() > 1
+        {
+            let layouts = model.units().iter().map(|unit| UnitLayout::new(unit.parameters(), holding.shards));
+            let layouts: Vec<_> = layouts.collect();
+            let sums = LowRankSums::new(device, model, &layouts, codec, encoding.feedback, settings.seed)?;
+            self.low_rank = Some(sums);
+        }
+        if let Codec::Blocks(codec) = encoding.codec {
             let extents = |unit: usize| {
                 let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);
                 match holding.holds(unit) {
@@ -297,7 +310,7 @@ impl ReduceLinks {
             let alone = Link::default();
             let replicate = if settings.outer.is_none() { &self.replicate } else { &alone };
             let rounding = (settings.compression.rounding, settings.seed);
-            self.encoded = Some(EncodedSums::new(device, units, encoding, rounding, &self.shard, replicate)?);
+            self.encoded = Some(EncodedSums::new(device, units, (encoding, codec), rounding, &self.shard, replicate)?);
         }
         Ok(())
     }
@@ -344,17 +357,22 @@ pub struct Reduction {
 /// or of those alone, and `replicate` are the ranks that hold the same ones. Returns that part of
 /// `flat`; the rest is arbitrary. The sum is rounded to `dtype` on its way, and again when it is
 /// complete, so that every division of the data ranks into shards and replicas gives the same bits.
-/// Where messages are encoded, they are not rounded besides.
+/// Where messages are encoded, they are not rounded besides. Low-rank factors are summed over all
+/// ranks at once.
 pub(crate) fn reduce(
     unit: usize,
     flat: &mut Tensor,
     own: Range<usize>,
     reduction: Reduction,
-    links: &ReduceLinks,
+    links: &mut ReduceLinks,
     replicate: &Link,
 ) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
-    let ReduceLinks { shard, staging, encoded, .. } = links;
+    if let Some(low_rank) = &mut links.low_rank {
+        low_rank.sum(unit, flat, own, &links.summed)?;
+        return Ok(sum);
+    }
+    let ReduceLinks { shard, staging, encoded, .. } = &*links;
     let (dtype, alone) = (reduction.dtype, Link::default());
     let replicate = if reduction.over == Axis::Data { replicate } else { &alone };
     if let Some(encoded) = encoded {

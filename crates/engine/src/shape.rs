@@ -8,11 +8,13 @@ use crate::config::{
 };
 use crate::constraints::Pruning;
 use crate::fp8::{Fp8Settings, check_sizes, layers};
+use crate::power_sgd::matrices;
 use crate::precision::LossScaler;
 use crate::pretrained::config_text;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
+use std::ops::Range;
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::families::Sizes;
@@ -265,6 +267,9 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
         shape.expert_elements = if expert > 1 { layout.experts().len() as u64 * expert } else { 0 };
         shape.expert_bytes = expert_bytes(model, index, batch, dtype);
         shape.flat_elements = layout.flat_elements() as u64 + shape.expert_elements / expert * (expert - 1);
+        let matrix =
+            |(range, columns): (Range<usize>, usize)| [range.len() / columns.max(1), columns].map(|n| n as u64);
+        shape.matrices = matrices(model, index, &layout).into_iter().map(matrix).collect();
         shape.frozen_elements = layout.frozen_flat_elements() as u64;
         shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();
         shape.borrows.dedup();

@@ -7,10 +7,11 @@
 //! - `optimizer`: the optimizer's state per parameter;
 //! - JSON: the rest (updates, loss scale, position in the data).
 //!
-//! Four more exist where they have anything in them:
+//! Five more exist where they have anything in them:
 //!
 //! - `averages`: the average of the weights over steps, under the names of the parameters;
 //! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
+//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit;
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
 //! - `replicas`: the optimizer's state and the counts of all replicas but the first
@@ -20,6 +21,7 @@
 //! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
 
 mod averages;
+mod low_rank;
 
 pub use averages::load_averages;
 
@@ -268,6 +270,9 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
             .flat_map(|of| names.iter().map(move |name| format!("{of}.{name}")).collect::<Vec<_>>());
         parts.push((RESIDUALS, residuals(rank, copies)?, of_all.collect()));
     }
+    if !rank.low_rank_starts().is_empty() {
+        parts.push((low_rank::PART, low_rank::regions(rank, copies)?, low_rank::names(rank)));
+    }
     let part = |(name, regions, required): (&str, _, _)| SnapshotPart { name: name.into(), regions, required };
     Ok(parts.into_iter().map(part).collect())
 }
@@ -430,7 +435,8 @@ pub(crate) fn bytes_of_tensors(rank: &Rank) -> u64 {
     let momentum = if rank.has_outer_momentum() { parameters } else { 0 };
     let residuals = rank.residual_names().len() * parameters;
     let averages = if rank.has_averages() { trained_parameters(rank).map(whole).sum() } else { 0 };
-    4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals + averages) as u64
+    let starts: usize = rank.low_rank_starts().iter().map(|(_, q)| q.elements()).sum();
+    4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals + starts + averages) as u64
 }
 
 /// The region of the elements `pieces` of a tensor. `stored` are the elements that the rank holds.
@@ -523,6 +529,7 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     state.averaged = averages::restore(rank, checkpoint, state.averaged)?;
     restore_apart(rank, checkpoint, own)?;
     restore_residuals(rank, checkpoint)?;
+    low_rank::restore(rank, checkpoint)?;
     if own > 0 {
         let ReplicaState { updates, skipped_in_a_row, skipped, history } = read_replica_state(checkpoint, own)?;
         state = RunState { updates, skipped_in_a_row, skipped, history, ..state };
@@ -622,7 +629,7 @@ fn check_all_read(rank: &Rank, checkpoint: &Checkpoint) -> Result<()> {
             MODEL => continue,
             OPTIMIZER => all_state_names(rank),
             // `left_behind` tells what is not read of these.
-            RESIDUALS | OUTER | REPLICAS | averages::PART => continue,
+            RESIDUALS | low_rank::PART | OUTER | REPLICAS | averages::PART => continue,
             _ => BTreeSet::new(),
         };
         checkpoint

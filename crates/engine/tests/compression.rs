@@ -21,7 +21,7 @@ use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::snapshot::read_state;
 
-const CODECS: [&[&str]; 7] = [
+const CODECS: [&[&str]; 8] = [
     &["compression.gradients='bf16'"],
     &["compression.gradients='int8'"],
     &["compression.gradients='int8'", "compression.error_feedback=true"],
@@ -29,7 +29,10 @@ const CODECS: [&[&str]; 7] = [
     &["compression.gradients='int4'"],
     &["compression.gradients='one_bit'"],
     &["compression.gradients='top_k'", "compression.top_k_density=0.05"],
+    &["compression.gradients='power_sgd'", "compression.rank=2"],
 ];
+
+const POWER_SGD: &str = "compression.gradients='power_sgd'";
 
 fn mean_loss(ends: &[End], last: usize) -> f64 {
     let losses = losses(ends);
@@ -70,7 +73,7 @@ fn encoded_gradients_train_nearly_like_exact_ones() {
     ];
     for way in ways {
         let exact = mean_loss(&train(way, 40), 10);
-        for (codec, tolerance) in CODECS.into_iter().zip([0.002, 0.002, 0.002, 0.002, 0.03, 0.1, 0.2]) {
+        for (codec, tolerance) in CODECS.into_iter().zip([0.002, 0.002, 0.002, 0.002, 0.03, 0.1, 0.2, 0.1]) {
             let sets = [codec, way].concat();
             let ends = train(&sets, 40);
             let loss = mean_loss(&ends, 10);
@@ -98,7 +101,8 @@ fn weights_lack_what_messages_left_out() {
             start(folder, &name, &[&sgd, layout, codec, &[rate.as_str(), "training.steps=5"]].concat())
         };
         let (exact, first) = (train("exact", &[], rate), train("first", &[], 1e-20));
-        for (codec_number, codec) in CODECS.into_iter().enumerate().filter(|(number, _)| [2, 4, 5, 6].contains(number))
+        for (codec_number, codec) in
+            CODECS.into_iter().enumerate().filter(|(number, _)| [2, 4, 5, 6, 7].contains(number))
         {
             let encoded = train(&format!("encoded-{codec_number}"), codec, rate);
             let [mut moved, mut lacking, mut unexplained] = [0.0; 3];
@@ -137,7 +141,7 @@ fn messages_between_replicas_alone_can_be_encoded() {
 
 #[test]
 fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 18] = [
         (&["compression.gradients='int8'"], "has no effect"),
         (&["parallel.ranks=2", "compression.over='replicas'"], "compression.over has no effect"),
         (&["parallel.ranks=2", "compression.top_k_density=0.1"], "no codec is \"top_k\""),
@@ -158,6 +162,20 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
                 "compression.rounding='stochastic'",
             ],
             "unbiased by itself",
+        ),
+        (&["parallel.ranks=2", "compression.rank=2"], "no codec is \"power_sgd\""),
+        (&["parallel.ranks=2", POWER_SGD, "compression.rank=0"], "at least 1"),
+        (&["parallel.ranks=2", POWER_SGD, "compression.rank=1000000000"], "at most 1024"),
+        (&["parallel.ranks=2", POWER_SGD, "compression.over='replicas'"], "factors of whole matrices"),
+        (&["parallel.ranks=2", POWER_SGD, "precision.compute='f16'"], "loss scale"),
+        (&["parallel.ranks=2", POWER_SGD, "parallel.reduce_dtype='bf16'"], "set one of them"),
+        (
+            &["parallel.ranks=4", POWER_SGD, "compression.error_feedback=false", "parallel.tensor_parallel_degree=2"],
+            "the whole gradient of a unit",
+        ),
+        (
+            &["parallel.ranks=2", "update.rule='diloco'", "compression.outer='power_sgd'"],
+            "outer steps send parts of matrices",
         ),
     ];
     for (sets, expected) in cases {
@@ -188,10 +206,11 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let diloco: &[&str] = &["update.rule='diloco'", "update.every=3", "compression.outer='int4'"];
-    let rules: [&[&str]; 6] = [
+    let rules: [&[&str]; 7] = [
         &["parallel.ranks=2", "compression.gradients='one_bit'"],
         &["parallel.ranks=2", "parallel.zero_stage=3", "compression.gradients='top_k'"],
         &[HYBRID, &["compression.gradients='int4'"]].concat(),
+        &[HYBRID, &[POWER_SGD]].concat(),
         &[&["parallel.ranks=2"], diloco].concat(),
         &[HYBRID, diloco, &["compression.gradients='int4'"]].concat(),
         &["parallel.ranks=2", "update.rule='local'", "update.every=2"],
@@ -231,6 +250,15 @@ fn a_step_that_one_replica_skips_is_counted_by_it_alone_when_the_run_goes_on() {
         let again = go_on(folder, "whole", &format!("from-{step}"), step, &[]);
         assert!(again == whole, "from step {step}");
     }
+}
+
+/// Factors are summed over all data ranks, however these are divided into shards and replicas.
+#[test]
+fn replicas_and_shards_give_the_same_bits_of_low_rank_sums() {
+    let ways = ["parallel.data_parallel_replicate_degree=1", "parallel.data_parallel_replicate_degree=2"];
+    let train = |way| train(&["parallel.ranks=4", POWER_SGD, "compression.rank=2", way, "parallel.zero_stage=2"], 3);
+    let [shards, hybrid] = ways.map(train);
+    assert!(losses(&shards) == losses(&hybrid) && weights(&shards) == weights(&hybrid));
 }
 
 /// A run goes on with residuals on other numbers of ranks, and without them when no codec needs

@@ -57,8 +57,8 @@ fn in_pieces(
     rows
 }
 
-/// Table 3 of Yang et al. 2022, for Adam: (standard deviation, learning rate) as factors of those of
-/// the base width, at four times that width.
+/// Table 3 of Yang et al. 2022, for Adam: (standard deviation, learning rate) as factors of those
+/// of the base width, at four times that width.
 #[test]
 fn mup_scales_initial_values_and_learning_rates_by_width() {
     let sizes = Sizes { vocab_size: 53, dim: 64, layers: 2, heads: 4, max_positions: 64 };

@@ -1,6 +1,6 @@
 //! The instructions of a step: actions, the lanes they run on, and their effects on memory.
 
-use crate::{Axes, Axis, Encoding};
+use crate::{Axes, Axis, Codec, Encoding, Factors};
 use serde::{Deserialize, Serialize};
 
 /// The amount of activations that a forward keeps for its backward.
@@ -523,6 +523,9 @@ pub struct Instruction {
     /// The encoding of the message, if it is encoded; `bytes` counts the bytes before encoding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
+    /// The factors that are sent in place of the message, with [`PowerSgd`](crate::PowerSgd).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub factors: Option<Factors>,
     /// Bytes of activations that are held only while the instruction runs: the ones that a backward
     /// recomputes.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -542,17 +545,28 @@ fn is_first(index: &u32) -> bool {
 
 impl Instruction {
     /// Bytes of the message between the ranks of `axis` for an f32 buffer of `bytes` bytes: fewer
-    /// than `bytes` if the message is encoded.
+    /// than `bytes` if the message is encoded. Factors are summed over all data ranks at once.
     pub fn sent_bytes(&self, axis: Axis, bytes: u64) -> u64 {
-        match self.encoding.filter(|encoding| encoding.is_over(axis)) {
-            Some(encoding) => encoding.codec.bytes(bytes / 4),
-            None => bytes,
+        if let Some(factors) = self.factors {
+            return factors.messages().iter().sum();
+        }
+        match self.encoding.filter(|encoding| encoding.is_over(axis)).map(|encoding| encoding.codec) {
+            Some(Codec::Blocks(codec)) => codec.bytes(bytes / 4),
+            _ => bytes,
         }
     }
 
     /// An instruction that waits for nothing, moves nothing and holds nothing.
     pub fn new(action: Action) -> Instruction {
-        Instruction { action, after: Vec::new(), bytes: 0, encoding: None, working_bytes: 0, effects: Vec::new() }
+        Instruction {
+            action,
+            after: Vec::new(),
+            bytes: 0,
+            encoding: None,
+            factors: None,
+            working_bytes: 0,
+            effects: Vec::new(),
+        }
     }
 
     pub(crate) fn moving(mut self, bytes: u64) -> Instruction {
@@ -560,8 +574,13 @@ impl Instruction {
         self
     }
 
-    pub(crate) fn encoded(mut self, encoding: Option<Encoding>) -> Instruction {
+    /// The message of a unit with trained matrices of these shapes, in the form of `encoding`.
+    pub(crate) fn encoded(mut self, encoding: Option<Encoding>, matrices: &[[u64; 2]]) -> Instruction {
         self.encoding = encoding.filter(|_| self.bytes > 0);
+        self.factors = match self.encoding.map(|encoding| encoding.codec) {
+            Some(Codec::PowerSgd(codec)) => Some(codec.factors_of(matrices)),
+            _ => None,
+        };
         self
     }
 

@@ -35,7 +35,7 @@ mod update;
 mod windows;
 
 pub use check::{CheckError, Deadlock, check, check_ranks};
-pub use codec::{Codec, Encoding};
+pub use codec::{BlockCodec, Codec, Encoding, Factors, PowerSgd};
 pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Keep, Lane, MemoryKind, Phase, State};
 pub use layout::{Change, Layout};
 pub use lower::{lower, lower_all, lower_rank, lower_stages};

@@ -96,7 +96,8 @@ fn details(instruction: &Instruction) -> String {
     }
     if let Some(encoding) = &instruction.encoding {
         let Encoding { codec, over, feedback } = encoding;
-        let sent = size(codec.bytes(instruction.bytes / 4));
+        let axis = if *over == Axis::Data { Axis::Shard } else { Axis::Replicate };
+        let sent = size(instruction.sent_bytes(axis, instruction.bytes));
         let over = unless(*over, Axis::Data);
         details.push(format!("as {codec}{over} {sent}{}", if *feedback { ", with feedback" } else { "" }));
     }

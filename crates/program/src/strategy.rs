@@ -31,6 +31,10 @@ pub struct UnitShape {
     /// neither gradients nor masters nor optimizer state.
     #[serde(default)]
     pub frozen_elements: u64,
+    /// The shapes [rows, columns] of its trained parameters, by which low-rank codecs send them. A
+    /// vector has one row, and each expert is a matrix.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub matrices: Vec<[u64; 2]>,
     /// Other units whose parameters it reads (tied embeddings).
     pub borrows: Vec<u32>,
     /// Bytes that a forward keeps, in the order of [`Keep`]: everything, selective, input only.

@@ -2,7 +2,7 @@
 //! unit.
 
 use crate::lower::Lowering;
-use crate::{Action, Axis, Effect, Encoding, Instruction, MemoryKind, ParameterServer, State, StepKind, Tier};
+use crate::{Action, Axis, Codec, Effect, Encoding, Instruction, MemoryKind, ParameterServer, State, StepKind, Tier};
 
 /// Words of 8 bytes that a worker sends with a commit beside its losses: four of the request, two
 /// numbers of targets, the learning rate, the limit of the norm, and the number of updates.
@@ -199,7 +199,9 @@ impl Lowering<'_> {
         }
         let axis = Axis::Replicate;
         let changes = self.sizes.message(axis, self.sizes.held(unit, self.sizes.placement.masters, 4));
-        let outer = Instruction::new(Action::Outer { unit, axis }).moving(changes).encoded(self.strategy.outer);
+        let matrices = &self.sizes.model.units[unit as usize].matrices;
+        let outer =
+            Instruction::new(Action::Outer { unit, axis }).moving(changes).encoded(self.strategy.outer, matrices);
         let outer = self.builder.push(outer, [updated]);
         self.outer = Some(outer);
         outer
@@ -235,14 +237,25 @@ impl Lowering<'_> {
     }
 
     /// Bytes of the residuals of error feedback: for the rank's contribution to each sum, and for
-    /// its share of each sum over replicas.
+    /// its share of each sum over replicas. With low-rank factors, those of Q and of the whole
+    /// gradient.
     fn residuals(&self) -> i64 {
         let mesh = self.sizes.mesh;
         let (shards, replicas) = (u64::from(mesh.shard_degree()), u64::from(mesh.dp_replicate));
         let with_feedback = |encoding: Option<Encoding>| encoding.filter(|encoding| encoding.feedback);
+        let low_rank = self.strategy.gradients.and_then(|encoding| match encoding.codec {
+            Codec::PowerSgd(codec) => Some(codec),
+            Codec::Blocks(_) => None,
+        });
         let of = |unit: u32| {
             let whole = self.sizes.trained(unit, 4);
             let over_replicas = |part: u64| if replicas > 1 { part + part.div_ceil(replicas) } else { 0 };
+            if let Some(codec) = low_rank {
+                let summed = mesh.degree(self.strategy.kind.gradient_axis()) > 1;
+                let q = 4 * codec.factors_of(&self.sizes.model.units[unit as usize].matrices).q;
+                let left_out = if with_feedback(self.strategy.gradients).is_some() { whole } else { 0 };
+                return if summed { q + left_out } else { 0 };
+            }
             let gradients = with_feedback(self.strategy.gradients).map_or(0, |encoding| {
                 let in_group = if shards > 1 && encoding.is_over(Axis::Shard) { whole } else { 0 };
                 let across = !self.strategy.kind.is_apart();

@@ -5,8 +5,8 @@ mod common;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use trainyard_program::{
-    Action, Axis, Codec, Encoding, Memory, MemoryKind, Mesh, Offload, Program, StepKind, Strategy as How, check,
-    check_ranks, lower, lower_rank,
+    Action, Axis, BlockCodec, Codec, Encoding, Memory, MemoryKind, Mesh, Offload, Program, StepKind, Strategy as How,
+    check, check_ranks, lower, lower_rank,
 };
 
 /// Lowerings of every kind on meshes with every axis, for all ranks and checked.
@@ -18,7 +18,7 @@ fn inner_and_outer_steps_of_random_lowerings_pass_the_checker() {
     let kind = prop::sample::select(vec![StepKind::Synchronous, StepKind::Inner, StepKind::Outer]);
     let over = prop::sample::select(vec![Axis::Data, Axis::Replicate]);
     let checked = runner.run(&(common::cases(6), kind, over, any::<bool>()), |(case, kind, over, feedback)| {
-        let encoding = Some(Encoding { codec: Codec::Int8, over, feedback });
+        let encoding = Some(Encoding { codec: Codec::Blocks(BlockCodec::Int8), over, feedback });
         let offload = if kind == StepKind::Synchronous { case.strategy.offload } else { Offload::default() };
         let strategy =
             How { kind, gradients: encoding, outer: encoding, elastic: false, offload, ..case.strategy.clone() };
@@ -97,13 +97,14 @@ fn offloaded_state_and_elastic_bits_do_not_go_with_training_apart() {
     let optimizer = Some(trainyard_program::Tier::Disk);
     says(How { offload: Offload { optimizer, ..Offload::default() }, ..apart.clone() }, "leave out their offload");
     says(How { elastic: true, ..apart }, "leave out compression and local steps");
-    let gradients = Some(Encoding { codec: Codec::OneBit, over: Axis::Data, feedback: true });
+    let gradients = Some(Encoding { codec: Codec::Blocks(BlockCodec::OneBit), over: Axis::Data, feedback: true });
     says(How { elastic: true, gradients, ..How::new(4) }, "leave out compression");
 }
 
 #[test]
 fn a_listing_names_the_codec_and_the_bytes_before_and_after() {
-    let gradients = Some(Encoding { codec: Codec::TopK { kept: 41 }, over: Axis::Data, feedback: true });
+    let gradients =
+        Some(Encoding { codec: Codec::Blocks(BlockCodec::TopK { kept: 41 }), over: Axis::Data, feedback: true });
     let strategy = How { gradients, ..How::new(4) };
     let program = lower_rank(&common::model(4), &Mesh::data(2, 1), &strategy, 0).unwrap();
     let text = program.to_string();

@@ -223,7 +223,7 @@ impl Costs {
                 self.collective(Operation::AllGather, 1.0, over, program.mesh.tp)
             }
             Action::Reduce { axis, .. } if self.stack.reductions == Bundle::Queue => {
-                let smallest = Instruction { bytes: 1, encoding: None, ..instruction.clone() };
+                let smallest = Instruction { bytes: 1, encoding: None, factors: None, ..instruction.clone() };
                 self.reduce_s(&program.mesh, &smallest, axis)
             }
             _ => return 0.0,
@@ -331,6 +331,10 @@ impl Costs {
     /// Seconds of a reduce-scatter inside the shard group and an all-reduce of the shard across
     /// replicas, if gradients are summed over them.
     fn reduce_s(&self, mesh: &Mesh, instruction: &Instruction, axis: Axis) -> f64 {
+        if let Some(factors) = instruction.factors {
+            let sum = |bytes: u64| self.collective(Operation::AllReduce, bytes as f64, mesh.degree(axis), mesh.tp);
+            return factors.messages().map(sum).iter().sum();
+        }
         let sent = |over| instruction.sent_bytes(over, instruction.bytes) as f64;
         let shards = mesh.shard_degree();
         let scatter = self.collective(Operation::ReduceScatter, sent(Axis::Shard), shards, mesh.tp);
@@ -406,6 +410,7 @@ impl Units {
             UnitShape {
                 name: name.clone(),
                 flat_elements: unit.elements as u64,
+                matrices: Vec::new(),
                 frozen_elements: 0,
                 borrows: if tied && index == last { vec![0] } else { Vec::new() },
                 saved_bytes: unit.saved.map(round),

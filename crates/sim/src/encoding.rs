@@ -1,7 +1,7 @@
 //! The work of encoding: bytes of memory that a rank reads and writes for the encoded messages of
 //! an instruction. Both price books turn them into seconds at the speed of a copy.
 
-use trainyard_program::{Action, Axis, Codec, Instruction, Program};
+use trainyard_program::{Action, Axis, BlockCodec, Codec, Encoding, Factors, Instruction, Program};
 
 /// Bytes read and written to encode and decode the messages of `instruction`; 0 if they travel as
 /// they are.
@@ -16,9 +16,19 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
         false => (false, instruction.bytes as f64 / 4.0),
     };
     let across = replicas > 1.0 && !(reduces && program.kind.gradient_axis() == Axis::Shard);
-    let wire = encoding.codec.bytes(1 << 20) as f64 / f64::from(1 << 20);
+    let codec = match encoding.codec {
+        Codec::Blocks(codec) => codec,
+        // The residual is added, two products and the residual read the matrix, the residual is
+        // written, and the sum of the rank's own part is written.
+        Codec::PowerSgd(_) => {
+            let Factors { matrices, plain, .. } = instruction.factors.unwrap_or_default();
+            let feedback = if encoding.feedback { 24.0 } else { 0.0 };
+            return matrices as f64 * (8.0 + feedback + 4.0 / shards) + 8.0 * plain as f64;
+        }
+    };
+    let wire = codec.bytes(1 << 20) as f64 / f64::from(1 << 20);
     // The residual is read and written. Choosing the largest elements takes several passes.
-    let passes = if matches!(encoding.codec, Codec::TopK { .. }) { 5.0 } else { 1.0 };
+    let passes = if matches!(codec, BlockCodec::TopK { .. }) { 5.0 } else { 1.0 };
     let encode = passes * (4.0 + if encoding.feedback { 8.0 } else { 0.0 }) + wire;
     let decode = |messages: f64| messages * wire + 4.0;
     let group = if in_group { shards * elements * encode + elements * decode(shards) } else { 0.0 };
@@ -29,10 +39,18 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
     group + if across { replicated } else { 0.0 }
 }
 
+/// FLOPs of the products with which a rank makes and decodes low-rank factors; 0 for other codecs.
+pub fn encoding_flops(program: &Program, instruction: &Instruction) -> f64 {
+    let Some(Encoding { codec: Codec::PowerSgd(codec), feedback, .. }) = instruction.encoding else { return 0.0 };
+    let matrices = instruction.factors.unwrap_or_default().matrices as f64;
+    let products = 2.0 + f64::from(u8::from(feedback)) + 1.0 / f64::from(program.mesh.shard_degree());
+    2.0 * f64::from(codec.rank) * matrices * products
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainyard_program::{Encoding, Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
 
     #[test]
     fn feedback_and_more_ranks_cost_more_and_no_codec_costs_nothing() {
@@ -42,7 +60,7 @@ mod tests {
             let program = lower_rank(&model, &mesh, &Strategy { gradients, ..Strategy::new(2) }, 0).unwrap();
             program.instructions.iter().map(|instruction| encoding_bytes(&program, instruction)).sum()
         };
-        let int8 = |feedback| Some(Encoding { codec: Codec::Int8, over: Axis::Data, feedback });
+        let int8 = |feedback| Some(Encoding { codec: Codec::Blocks(BlockCodec::Int8), over: Axis::Data, feedback });
         assert_eq!(work(Mesh::data(4, 1), None), 0.0);
         assert_eq!(work(Mesh::data(1, 1), int8(true)), 0.0);
         let plain = work(Mesh::data(2, 1), int8(false));

@@ -4,7 +4,7 @@
 use super::oracle::{self, SMALLEST, nan_block};
 use super::{Rounding, round_up, scale_of, signed};
 use half::bf16;
-use trainyard_program::Codec;
+use trainyard_program::BlockCodec;
 
 /// Adding and subtracting this rounds a magnitude below 2^22 to an integer, ties to even, and
 /// leaves the integer in the low bits between the two.
@@ -41,27 +41,27 @@ macro_rules! dispatch {
     }};
 }
 
-pub fn encode(codec: Codec, values: &[f32], residual: Option<&mut [f32]>, rounding: Rounding, message: &mut [u8]) {
-    let is_rounded_by_chance = matches!(codec, Codec::Int8 | Codec::Int4) && rounding != Rounding::Nearest;
+pub fn encode(codec: BlockCodec, values: &[f32], residual: Option<&mut [f32]>, rounding: Rounding, message: &mut [u8]) {
+    let is_rounded_by_chance = matches!(codec, BlockCodec::Int8 | BlockCodec::Int4) && rounding != Rounding::Nearest;
     if is_rounded_by_chance {
         // Random numbers take most of the time, so the definition is fast enough.
         return oracle::encode(codec, values, residual, rounding, message);
     }
-    dispatch!(encode_blocks(codec: Codec, values: &[f32], residual: Option<&mut [f32]>, message: &mut [u8]))
+    dispatch!(encode_blocks(codec: BlockCodec, values: &[f32], residual: Option<&mut [f32]>, message: &mut [u8]))
 }
 
-pub fn decode(codec: Codec, message: &[u8], values: &mut [f32]) {
-    dispatch!(decode_blocks(codec: Codec, message: &[u8], values: &mut [f32]))
+pub fn decode(codec: BlockCodec, message: &[u8], values: &mut [f32]) {
+    dispatch!(decode_blocks(codec: BlockCodec, message: &[u8], values: &mut [f32]))
 }
 
 #[inline(always)]
-fn encode_blocks(codec: Codec, values: &[f32], residual: Option<&mut [f32]>, message: &mut [u8]) {
+fn encode_blocks(codec: BlockCodec, values: &[f32], residual: Option<&mut [f32]>, message: &mut [u8]) {
     match codec {
-        Codec::Bf16 => each_block::<BLOCK>(codec, values, residual, message, bf16_block),
-        Codec::Int8 => each_block::<BLOCK>(codec, values, residual, message, int8_block),
-        Codec::Int4 => each_block::<BLOCK>(codec, values, residual, message, int4_block),
-        Codec::OneBit => each_block::<BLOCK>(codec, values, residual, message, one_bit_block),
-        Codec::TopK { .. } => each_block::<WIDE>(codec, values, residual, message, top_k_block),
+        BlockCodec::Bf16 => each_block::<BLOCK>(codec, values, residual, message, bf16_block),
+        BlockCodec::Int8 => each_block::<BLOCK>(codec, values, residual, message, int8_block),
+        BlockCodec::Int4 => each_block::<BLOCK>(codec, values, residual, message, int4_block),
+        BlockCodec::OneBit => each_block::<BLOCK>(codec, values, residual, message, one_bit_block),
+        BlockCodec::TopK { .. } => each_block::<WIDE>(codec, values, residual, message, top_k_block),
     }
 }
 
@@ -69,7 +69,7 @@ fn encode_blocks(codec: Codec, values: &[f32], residual: Option<&mut [f32]>, mes
 /// to the second.
 #[inline(always)]
 fn each_block<const N: usize>(
-    codec: Codec,
+    codec: BlockCodec,
     values: &[f32],
     mut residual: Option<&mut [f32]>,
     message: &mut [u8],
@@ -216,31 +216,31 @@ fn top_k_block(input: &[f32; WIDE], largest: u32, sent: &mut [f32; WIDE], messag
 }
 
 #[inline(always)]
-fn decode_blocks(codec: Codec, message: &[u8], values: &mut [f32]) {
-    if let Codec::TopK { .. } = codec {
+fn decode_blocks(codec: BlockCodec, message: &[u8], values: &mut [f32]) {
+    if let BlockCodec::TopK { .. } = codec {
         return oracle::decode(codec, message, values);
     }
     let blocks = message.chunks_exact(codec.block_bytes()).zip(values.as_chunks_mut::<BLOCK>().0);
     for (message, values) in blocks {
         match codec {
-            Codec::Bf16 => {
+            BlockCodec::Bf16 => {
                 for (value, bytes) in values.iter_mut().zip(message.as_chunks::<2>().0) {
                     *value = f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
                 }
             }
-            Codec::Int8 => {
+            BlockCodec::Int8 => {
                 let scale = scale_of(message);
                 let codes = signed(&message[2..]);
                 values.iter_mut().zip(codes).for_each(|(value, code)| *value = f32::from(*code) * scale);
             }
-            Codec::Int4 => {
+            BlockCodec::Int4 => {
                 let scale = scale_of(message);
                 let codes = signed(&message[2..]);
                 let (low, high) = values.split_at_mut(BLOCK / 2);
                 low.iter_mut().zip(codes).for_each(|(value, code)| *value = f32::from((code << 4) >> 4) * scale);
                 high.iter_mut().zip(codes).for_each(|(value, code)| *value = f32::from(code >> 4) * scale);
             }
-            Codec::OneBit => {
+            BlockCodec::OneBit => {
                 let magnitude = scale_of(message).to_bits();
                 for (k, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
                     for (value, signs) in values.iter_mut().zip(&message[2..]) {
@@ -248,7 +248,7 @@ fn decode_blocks(codec: Codec, message: &[u8], values: &mut [f32]) {
                     }
                 }
             }
-            Codec::TopK { .. } => unreachable!("decoded above"),
+            BlockCodec::TopK { .. } => unreachable!("decoded above"),
         }
     }
 }

@@ -18,14 +18,16 @@
 //! A block with a value that is not finite is sent as a block of NaN, so every rank sees it. Its
 //! residual stays as it was.
 
+#[macro_use]
 mod blocks;
+pub mod low_rank;
 pub mod oracle;
 
 use crate::number::left_span;
 use bytemuck::cast_slice;
 use half::bf16;
 use trainyard_base::philox4x32;
-use trainyard_program::Codec;
+use trainyard_program::BlockCodec;
 
 /// The way in which values between two codes are rounded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -47,11 +49,11 @@ pub enum Rounding {
 ///
 /// # Panics
 /// If they are not whole blocks.
-pub fn encoded_bytes(codec: Codec, elements: usize) -> usize {
+pub fn encoded_bytes(codec: BlockCodec, elements: usize) -> usize {
     blocks_of(codec, elements) * codec.block_bytes()
 }
 
-fn blocks_of(codec: Codec, elements: usize) -> usize {
+fn blocks_of(codec: BlockCodec, elements: usize) -> usize {
     let each = codec.block_elements();
     assert!(elements.is_multiple_of(each), "{elements} elements are no whole blocks of {each}");
     elements / each
@@ -62,7 +64,7 @@ fn blocks_of(codec: Codec, elements: usize) -> usize {
 ///
 /// # Panics
 /// If the buffers are not whole blocks or differ in length.
-pub fn encode(codec: Codec, values: &[f32], residual: Option<&mut [f32]>, rounding: Rounding, message: &mut [u8]) {
+pub fn encode(codec: BlockCodec, values: &[f32], residual: Option<&mut [f32]>, rounding: Rounding, message: &mut [u8]) {
     let blocks = blocks_of(codec, values.len());
     assert_eq!(message.len(), blocks * codec.block_bytes(), "bytes of the message");
     if let Some(residual) = &residual {
@@ -75,7 +77,7 @@ pub fn encode(codec: Codec, values: &[f32], residual: Option<&mut [f32]>, roundi
 ///
 /// # Panics
 /// If the lengths do not fit each other.
-pub fn decode(codec: Codec, message: &[u8], values: &mut [f32]) {
+pub fn decode(codec: BlockCodec, message: &[u8], values: &mut [f32]) {
     assert_eq!(message.len(), encoded_bytes(codec, values.len()), "bytes of the message");
     blocks::decode(codec, message, values);
 }
@@ -85,7 +87,7 @@ pub fn decode(codec: Codec, message: &[u8], values: &mut [f32]) {
 ///
 /// # Panics
 /// If there is no message, or the lengths do not fit each other.
-pub fn decode_sum(codec: Codec, messages: &[&[u8]], sum: &mut [f32]) {
+pub fn decode_sum(codec: BlockCodec, messages: &[&[u8]], sum: &mut [f32]) {
     let bytes = encoded_bytes(codec, sum.len());
     assert!(messages.iter().all(|message| message.len() == bytes), "bytes of the messages");
     let (block, each) = (codec.block_elements(), codec.block_bytes());
@@ -97,7 +99,7 @@ pub fn decode_sum(codec: Codec, messages: &[&[u8]], sum: &mut [f32]) {
 }
 
 /// Sums the blocks at `part` of `messages` into `sum`. `scratch` has a block for each level below.
-fn tree(codec: Codec, messages: &[&[u8]], part: &std::ops::Range<usize>, sum: &mut [f32], scratch: &mut [f32]) {
+fn tree(codec: BlockCodec, messages: &[&[u8]], part: &std::ops::Range<usize>, sum: &mut [f32], scratch: &mut [f32]) {
     match messages {
         [] => panic!("a sum has at least one contribution"),
         [message] => blocks::decode(codec, &message[part.clone()], sum),

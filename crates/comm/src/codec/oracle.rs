@@ -3,14 +3,20 @@
 
 use super::{Rounding, round_up, scale_of, uniforms};
 use half::bf16;
-use trainyard_program::Codec;
+use trainyard_program::BlockCodec;
 
 /// Blocks whose largest magnitude is below this are sent as zeros: the inverse of their scale might
 /// not be finite.
 pub(super) const SMALLEST: f32 = 1e-30;
 
 /// As [`encode`](super::encode).
-pub fn encode(codec: Codec, values: &[f32], mut residual: Option<&mut [f32]>, rounding: Rounding, message: &mut [u8]) {
+pub fn encode(
+    codec: BlockCodec,
+    values: &[f32],
+    mut residual: Option<&mut [f32]>,
+    rounding: Rounding,
+    message: &mut [u8],
+) {
     let (block, each) = (codec.block_elements(), codec.block_bytes());
     for (number, (values, message)) in values.chunks(block).zip(message.chunks_mut(each)).enumerate() {
         let at = number * block..(number + 1) * block;
@@ -37,15 +43,20 @@ pub fn encode(codec: Codec, values: &[f32], mut residual: Option<&mut [f32]>, ro
 }
 
 /// Encodes finite values. Returns what is sent.
-fn encode_block(codec: Codec, input: &[f32], uniform: impl Fn(usize) -> Option<f32>, message: &mut [u8]) -> Vec<f32> {
+fn encode_block(
+    codec: BlockCodec,
+    input: &[f32],
+    uniform: impl Fn(usize) -> Option<f32>,
+    message: &mut [u8],
+) -> Vec<f32> {
     match codec {
-        Codec::Bf16 => {
+        BlockCodec::Bf16 => {
             for (value, bytes) in input.iter().zip(message.chunks_mut(2)) {
                 bytes.copy_from_slice(&bf16::from_f32(*value).to_le_bytes());
             }
         }
-        Codec::Int8 | Codec::Int4 => {
-            let most = if codec == Codec::Int8 { 127.0 } else { 7.0 };
+        BlockCodec::Int8 | BlockCodec::Int4 => {
+            let most = if codec == BlockCodec::Int8 { 127.0 } else { 7.0 };
             let largest = input.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
             let scale = if largest < SMALLEST { 0.0 } else { round_up(largest / most) };
             message[..2].copy_from_slice(&bf16::from_f32(scale).to_le_bytes());
@@ -62,11 +73,11 @@ fn encode_block(codec: Codec, input: &[f32], uniform: impl Fn(usize) -> Option<f
                 }
             };
             match codec {
-                Codec::Int8 => (0..256).for_each(|i| message[2 + i] = code(i) as u8),
+                BlockCodec::Int8 => (0..256).for_each(|i| message[2 + i] = code(i) as u8),
                 _ => (0..128).for_each(|i| message[2 + i] = (code(i) as u8 & 15) | (code(i + 128) as u8) << 4),
             }
         }
-        Codec::OneBit => {
+        BlockCodec::OneBit => {
             // The sum has sixteen parts, as vectors have it.
             let mut parts = [0.0f32; 16];
             input.chunks(16).for_each(|values| (0..16).for_each(|i| parts[i] += values[i].abs() / 256.0));
@@ -76,7 +87,7 @@ fn encode_block(codec: Codec, input: &[f32], uniform: impl Fn(usize) -> Option<f
                 message[2 + j] = (0..8).map(|k| u8::from(input[j + 32 * k].is_sign_negative()) << k).sum();
             }
         }
-        Codec::TopK { kept } => {
+        BlockCodec::TopK { kept } => {
             let kept = kept as usize;
             let mut order: Vec<usize> = (0..input.len()).collect();
             order.sort_by_key(|i| (std::cmp::Reverse(input[*i].abs().to_bits()), *i));
@@ -95,11 +106,11 @@ fn encode_block(codec: Codec, input: &[f32], uniform: impl Fn(usize) -> Option<f
 }
 
 /// A block that decodes to NaN.
-pub(super) fn nan_block(codec: Codec, message: &mut [u8]) {
+pub(super) fn nan_block(codec: BlockCodec, message: &mut [u8]) {
     let nan = bf16::NAN.to_le_bytes();
     match codec {
-        Codec::Bf16 => message.chunks_mut(2).for_each(|bytes| bytes.copy_from_slice(&nan)),
-        Codec::TopK { kept } => {
+        BlockCodec::Bf16 => message.chunks_mut(2).for_each(|bytes| bytes.copy_from_slice(&nan)),
+        BlockCodec::TopK { kept } => {
             let (places, values) = message.split_at_mut(2 * kept as usize);
             let places = places.chunks_mut(2).enumerate();
             places.for_each(|(number, bytes)| bytes.copy_from_slice(&(number as u16).to_le_bytes()));
@@ -113,31 +124,31 @@ pub(super) fn nan_block(codec: Codec, message: &mut [u8]) {
 }
 
 /// As [`decode`](super::decode).
-pub fn decode(codec: Codec, message: &[u8], values: &mut [f32]) {
+pub fn decode(codec: BlockCodec, message: &[u8], values: &mut [f32]) {
     let (block, each) = (codec.block_elements(), codec.block_bytes());
     for (message, values) in message.chunks(each).zip(values.chunks_mut(block)) {
         let value_at = |at: usize| bf16::from_le_bytes([message[at], message[at + 1]]).to_f32();
         match codec {
-            Codec::Bf16 => values.iter_mut().enumerate().for_each(|(i, value)| *value = value_at(2 * i)),
-            Codec::Int8 => {
+            BlockCodec::Bf16 => values.iter_mut().enumerate().for_each(|(i, value)| *value = value_at(2 * i)),
+            BlockCodec::Int8 => {
                 for (i, value) in values.iter_mut().enumerate() {
                     *value = f32::from(message[2 + i] as i8) * scale_of(message);
                 }
             }
-            Codec::Int4 => {
+            BlockCodec::Int4 => {
                 for (i, value) in values.iter_mut().enumerate() {
                     let byte = message[2 + i % 128] as i8;
                     let code = if i < 128 { (byte << 4) >> 4 } else { byte >> 4 };
                     *value = f32::from(code) * scale_of(message);
                 }
             }
-            Codec::OneBit => {
+            BlockCodec::OneBit => {
                 for (i, value) in values.iter_mut().enumerate() {
                     let negative = message[2 + i % 32] >> (i / 32) & 1 == 1;
                     *value = if negative { -scale_of(message) } else { scale_of(message) };
                 }
             }
-            Codec::TopK { kept } => {
+            BlockCodec::TopK { kept } => {
                 values.fill(0.0);
                 for number in 0..kept as usize {
                     let place = u16::from_le_bytes([message[2 * number], message[2 * number + 1]]);

@@ -1,7 +1,13 @@
 use super::*;
 
-const CODECS: [Codec; 6] =
-    [Codec::Bf16, Codec::Int8, Codec::Int4, Codec::OneBit, Codec::TopK { kept: 41 }, Codec::TopK { kept: 4096 }];
+const CODECS: [BlockCodec; 6] = [
+    BlockCodec::Bf16,
+    BlockCodec::Int8,
+    BlockCodec::Int4,
+    BlockCodec::OneBit,
+    BlockCodec::TopK { kept: 41 },
+    BlockCodec::TopK { kept: 4096 },
+];
 
 /// Values of many magnitudes, with zeros and equal ones among them.
 fn values(elements: usize, seed: u32) -> Vec<f32> {
@@ -17,13 +23,13 @@ fn values(elements: usize, seed: u32) -> Vec<f32> {
     (0..elements).map(of).collect()
 }
 
-fn encoded(codec: Codec, values: &[f32], residual: Option<&mut [f32]>, rounding: Rounding) -> Vec<u8> {
+fn encoded(codec: BlockCodec, values: &[f32], residual: Option<&mut [f32]>, rounding: Rounding) -> Vec<u8> {
     let mut message = vec![0xa5; encoded_bytes(codec, values.len())];
     encode(codec, values, residual, rounding, &mut message);
     message
 }
 
-fn decoded(codec: Codec, message: &[u8], elements: usize) -> Vec<f32> {
+fn decoded(codec: BlockCodec, message: &[u8], elements: usize) -> Vec<f32> {
     let mut values = vec![7.0; elements];
     decode(codec, message, &mut values);
     values
@@ -62,7 +68,7 @@ fn what_is_sent_and_the_residual_are_the_input() {
             let sent = decoded(codec, &message, whole.len());
             for i in 0..whole.len() {
                 let (sum, whole) = (f64::from(sent[i]) + f64::from(residual[i]), f64::from(whole[i]));
-                let lost = if codec == Codec::OneBit { 2f64.powi(-23) * f64::from(sent[i].abs()) } else { 0.0 };
+                let lost = if codec == BlockCodec::OneBit { 2f64.powi(-23) * f64::from(sent[i].abs()) } else { 0.0 };
                 assert!((sum - whole).abs() <= lost, "{codec:?}: {sum:e} is not {whole:e}");
             }
         }
@@ -91,7 +97,7 @@ fn where_a_buffer_is_cut_changes_no_bit() {
 
 #[test]
 fn rounding_by_chance_is_unbiased() {
-    for (codec, most) in [(Codec::Int8, 127.0), (Codec::Int4, 7.0)] {
+    for (codec, most) in [(BlockCodec::Int8, 127.0), (BlockCodec::Int4, 7.0)] {
         let mut input = values(256, 1);
         input[0] = 16.0;
         let (times, mut means) = (4000, vec![0.0f64; 256]);
@@ -110,7 +116,7 @@ fn rounding_by_chance_is_unbiased() {
 
 #[test]
 fn errors_are_at_most_half_a_step() {
-    for (codec, most) in [(Codec::Int8, 127.0f32), (Codec::Int4, 7.0)] {
+    for (codec, most) in [(BlockCodec::Int8, 127.0f32), (BlockCodec::Int4, 7.0)] {
         let input = values(256 * 64, 3);
         let sent = decoded(codec, &encoded(codec, &input, None, Rounding::Nearest), input.len());
         for (input, sent) in input.chunks(256).zip(sent.chunks(256)) {

@@ -8,7 +8,7 @@ use crate::encoded::CodeRounding;
 use crate::outer::OuterSettings;
 use crate::rank::Compression;
 use serde::Serialize;
-use trainyard_program::{Axis, Codec, Encoding};
+use trainyard_program::{Axis, BlockCodec, Codec, Encoding, PowerSgd};
 
 /// The rule of replicas that train apart.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
@@ -18,6 +18,9 @@ pub struct Apart {
     /// The outer step.
     pub outer: OuterSettings,
 }
+
+/// The most columns of low-rank factors.
+const RANK_MAX: u64 = 1024;
 
 /// The most steps between outer steps.
 pub(super) const EVERY_MAX: u64 = 1 << 20;
@@ -106,11 +109,14 @@ impl Resolver {
     /// Resolves `[compression]`.
     fn compression(&mut self, parallel: &Parallel, apart: Option<Apart>, batch: Batch) -> Compression {
         let section = self.config.compression.clone();
-        let CompressionSection { gradients, outer, over, top_k_density, error_feedback, rounding } = section;
+        let CompressionSection { gradients, outer, over, top_k_density, rank, error_feedback, rounding } = section;
         let used = [gradients, outer].into_iter().filter(|codec| *codec != CompressionCodec::None).collect::<Vec<_>>();
         let is = |codec: CompressionCodec| used.contains(&codec);
         if !is(CompressionCodec::TopK) {
             self.unused("compression.top_k_density", &top_k_density, "no codec is \"top_k\"");
+        }
+        if !is(CompressionCodec::PowerSgd) {
+            self.unused("compression.rank", &rank, "no codec is \"power_sgd\"");
         }
         if used.is_empty() {
             let because = "compression.gradients and compression.outer are \"none\"";
@@ -129,16 +135,23 @@ impl Resolver {
             false => 0.01,
         };
         self.within("compression.top_k_density", density, 1e-3, 1.0);
+        let rank = match is(CompressionCodec::PowerSgd) {
+            true => self.settle("compression.rank", &rank, 4, "rank 4 (Vogels et al. 2019)") as u64,
+            false => 4,
+        };
+        self.count("compression.rank", Some(rank), 1, RANK_MAX);
         let codec = |codec: CompressionCodec| match codec {
             CompressionCodec::None => None,
-            CompressionCodec::Bf16 => Some(Codec::Bf16),
-            CompressionCodec::Int8 => Some(Codec::Int8),
-            CompressionCodec::Int4 => Some(Codec::Int4),
-            CompressionCodec::OneBit => Some(Codec::OneBit),
+            CompressionCodec::Bf16 => Some(Codec::Blocks(BlockCodec::Bf16)),
+            CompressionCodec::Int8 => Some(Codec::Blocks(BlockCodec::Int8)),
+            CompressionCodec::Int4 => Some(Codec::Blocks(BlockCodec::Int4)),
+            CompressionCodec::OneBit => Some(Codec::Blocks(BlockCodec::OneBit)),
             CompressionCodec::TopK => {
-                let block = (Codec::TopK { kept: 1 }).block_elements() as f64;
-                Some(Codec::TopK { kept: (density * block).round().clamp(1.0, block) as u16 })
+                let block = (BlockCodec::TopK { kept: 1 }).block_elements() as f64;
+                let kept = (density * block).round().clamp(1.0, block) as u16;
+                Some(Codec::Blocks(BlockCodec::TopK { kept }))
             }
+            CompressionCodec::PowerSgd => Some(Codec::PowerSgd(PowerSgd { rank: rank.clamp(1, RANK_MAX) as u32 })),
         };
         let (gradients, outer) = (codec(gradients), codec(outer));
         let needs = [gradients, outer].into_iter().flatten().any(Codec::needs_feedback);
@@ -184,6 +197,22 @@ impl Resolver {
         if outer.is_some() && !apart {
             let message = "compression.outer has no effect: update.rule is \"synchronous\", and there are no outer steps; set it to \"none\"";
             self.problem("compression.outer", message);
+        }
+        if outer.is_some_and(|encoding| matches!(encoding.codec, Codec::PowerSgd(_))) {
+            let message = "compression.outer = \"power_sgd\" does not run, because outer steps send parts of matrices: use \"int8\" or \"int4\"";
+            self.problem("compression.outer", message);
+        }
+        if let Some(encoding) = gradients.filter(|encoding| matches!(encoding.codec, Codec::PowerSgd(_))) {
+            if encoding.over == Axis::Replicate {
+                let message = "compression.gradients = \"power_sgd\" sends factors of whole matrices, of which a sum in the shard group leaves \
+                               parts: set compression.over to \"all\"";
+                self.problem("compression.over", message);
+            }
+            if parallel.tensor * parallel.pipeline * parallel.context > 1 {
+                let message = "compression.gradients = \"power_sgd\" needs the whole gradient of a unit on each data rank: use tensor, context \
+                               and pipeline degrees of 1";
+                self.problem("compression.gradients", message);
+            }
         }
         let feedback = [gradients, outer].into_iter().flatten().any(|encoding| encoding.feedback);
         if feedback && parallel.tensor * parallel.pipeline * parallel.context > 1 {

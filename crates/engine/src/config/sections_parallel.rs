@@ -184,6 +184,8 @@ choices! {
         OneBit = "one_bit",
         /// The largest elements of each 4,096, in bf16, with their places (Lin et al. 2018).
         TopK = "top_k",
+        /// Low-rank factors of each matrix (PowerSGD, Vogels et al. 2019); for gradients only.
+        PowerSgd = "power_sgd",
     }
 }
 
@@ -224,9 +226,12 @@ section! {
         /// The share of elements that `top_k` sends. Unset: 0.01.
         #[elsewhere("compress_ratio", "sparsity")]
         top_k_density: Option<f64> = None;
+        /// Columns of the factors that `power_sgd` sends of each matrix. Unset: 4.
+        #[elsewhere("matrix_approximation_rank")]
+        rank: Option<usize> = None;
         /// Add to each message what the ones before left out. Takes 4 bytes per element of a rank's
-        /// gradient, and more with several replicas. Unset: true with `int4`, `one_bit` and
-        /// `top_k`.
+        /// gradient, and more with several replicas. Unset: true with `int4`, `one_bit`, `top_k`
+        /// and `power_sgd`.
         #[elsewhere("use_error_feedback")]
         error_feedback: Option<bool> = None;
         /// The rounding between two codes of `int8` and `int4`.

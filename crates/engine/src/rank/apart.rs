@@ -85,11 +85,29 @@ impl Rank {
         if let Some(encoded) = &links.encoded {
             all.extend(encoded.residuals(replica, own).into_iter().map(named("residual")));
         }
+        if let Some(low_rank) = &links.low_rank {
+            let residual = |(unit, values): (usize, &Tensor)| Residual {
+                of: ResidualOf::Group,
+                unit,
+                within: 0..values.elements(),
+                values: values.clone(),
+            };
+            all.extend(low_rank.residuals().map(residual).map(named("residual")));
+        }
         let outer = self.outer.as_ref().map(lock);
         if let Some(encoded) = outer.as_ref().and_then(|outer| outer.encoded.as_ref()) {
             all.extend(encoded.residuals(replica, masters).into_iter().map(named("outer_residual")));
         }
         all
+    }
+
+    /// The factors with which the next low-rank sums begin, by unit, under their names. All ranks
+    /// have the same.
+    pub(crate) fn low_rank_starts(&self) -> Vec<(String, Tensor)> {
+        let links = lock(&self.reduce_links);
+        let named =
+            |(unit, q): (usize, &Tensor)| (format!("{}.power_sgd", self.model().units()[unit].name()), q.clone());
+        links.low_rank.iter().flat_map(|low_rank| low_rank.starts().map(named).collect::<Vec<_>>()).collect()
     }
 
     /// The names of the residuals that all ranks hold together.

@@ -62,7 +62,7 @@ use step::RunningStep;
 use trainyard_autograd::ParamId;
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, Model, TensorSplit, UnitLayout};
-use trainyard_program::{Action, Axis, Encoding, Instruction, Lane, Program};
+use trainyard_program::{Action, Axis, Codec, Encoding, Instruction, Lane, Program};
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device, Tensor};
 
@@ -715,13 +715,18 @@ fn outer_step(
 ) -> Result<Option<OuterStep>> {
     let Some(outer) = settings.outer else { return Ok(None) };
     let encoded = settings.compression.outer.map(|encoding| {
+        let Codec::Blocks(codec) = encoding.codec else {
+            return Err(crate::state::does_not_fit(
+                "outer steps send parts of matrices, and low-rank factors need whole ones",
+            ));
+        };
         let extents = |unit: usize| {
             let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);
             UnitExtents::new(&layout, 0, master_range(model, holding, unit))
         };
         let units: Vec<_> = (0..model.units().len()).map(extents).collect();
         let rounding = (settings.compression.rounding, settings.seed);
-        EncodedSums::new(device, units, encoding, rounding, &Link::default(), &links.replicate)
+        EncodedSums::new(device, units, (encoding, codec), rounding, &Link::default(), &links.replicate)
     });
     Ok(Some(OuterStep::new(device, model, holding, outer, encoded.transpose()?)?))
 }

@@ -325,11 +325,15 @@ impl GradientState {
         let mut own = self.holding.own(&unit.layout);
         let experts = unit.layout.experts();
         let mut sum = if experts.is_empty() {
-            reduce(number, &mut fresh.flat, own.clone(), reduction, links, &links.replicate)?
+            {
+                let replicate = links.replicate.clone();
+                reduce(number, &mut fresh.flat, own.clone(), reduction, links, &replicate)?
+            }
         } else {
             // Nothing is sharded. Each rank has the rows of all that chose its experts, so their
             // gradients are summed over ranks with the same experts only.
-            for (part, replicate) in [(0..experts.start, &links.replicate), (experts.clone(), &links.expert_replicas)] {
+            let replicas = [links.replicate.clone(), links.expert_replicas.clone()];
+            for (part, replicate) in [0..experts.start, experts.clone()].into_iter().zip(&replicas) {
                 let mut flat = fresh.flat.view(part.start, [part.len()])?;
                 reduce(number, &mut flat, 0..part.len(), reduction, links, replicate)?;
             }

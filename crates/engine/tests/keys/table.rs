@@ -104,6 +104,7 @@ const APART: &[&str] = &["parallel.ranks=2", "update.rule=diloco", "update.every
 const SERVER: &[&str] = &["parallel.ranks=2", "update.rule=server"];
 const INT8: &[&str] = &["parallel.ranks=2", "compression.gradients=int8"];
 const TOP_K: &[&str] = &["parallel.ranks=2", "compression.gradients=top_k"];
+const POWER_SGD: &[&str] = &["parallel.ranks=2", "compression.gradients=power_sgd"];
 const HYBRID_INT8: &[&str] = &[
     "parallel.ranks=4",
     "parallel.data_parallel_replicate_degree=2",
@@ -373,6 +374,7 @@ pub const ROWS: &[Row] = &[
     row("compression.outer", APART, &["compression.outer=int8"], Losses),
     row("compression.over", HYBRID_INT8, &["compression.over=replicas"], Program),
     row("compression.top_k_density", TOP_K, &["compression.top_k_density=0.1"], Program),
+    row("compression.rank", POWER_SGD, &["compression.rank=1"], Program),
     row("compression.error_feedback", INT8, &["compression.error_feedback=true"], Memory),
     row("compression.rounding", INT8, &["compression.rounding=stochastic"], Losses),
     row("memory.limit", &["model.layers=12"], &["memory.limit=1MiB"], Refused("over memory.limit")),

@@ -191,6 +191,6 @@ fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
         // Pipeline stages compute partial norms over units of their own, tensor-parallel ranks over
         // parts that may differ in size.
         (Action::Clip { axes }, Action::Clip { axes: others }) => axes == others,
-        _ => (a.action, a.bytes, a.encoding) == (b.action, b.bytes, b.encoding),
+        _ => (a.action, a.bytes, a.encoding, a.factors) == (b.action, b.bytes, b.encoding, b.factors),
     }
 }

@@ -1,7 +1,7 @@
 //! The price of each instruction on a host while nothing else runs there.
 
 use super::HostLayout;
-use crate::encoding::encoding_bytes;
+use crate::encoding::{encoding_bytes, encoding_flops};
 use crate::machine::{CollectiveCurve, Fitted, KernelCurve, MachineProfile, Speeds};
 use std::collections::{BTreeMap, HashMap};
 use trainyard_program::{Action, Axis, Collective, Extent, Group, Instruction, Lane, Mesh, Program, Tier};
@@ -128,7 +128,8 @@ impl<'p> HostPrices<'p> {
                 overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction.action)
             }
             Action::Reduce { .. } | Action::Outer { .. } => {
-                overheads.instruction_s + encoding_bytes(program, instruction) / self.speeds.copy_bytes_per_s
+                let moves_s = encoding_bytes(program, instruction) / self.speeds.copy_bytes_per_s;
+                overheads.instruction_s + moves_s.max(encoding_flops(program, instruction) / self.speeds.f32_flops)
             }
             action if action.lane() == Lane::Compute => overheads.instruction_s + f64::from(count) * overheads.launch_s,
             _ => overheads.instruction_s,
@@ -160,6 +161,10 @@ impl<'p> HostPrices<'p> {
             }
             Action::Reduce { axis, .. } => {
                 let (shards, replicas) = (along(Axis::Shard), along(Axis::Replicate));
+                if let Some(factors) = instruction.factors {
+                    let sum = |bytes: u64| self.collective("all_reduce", along(axis), bytes as f64);
+                    return (factors.messages().map(sum).iter().sum(), along(axis).ranks);
+                }
                 let sent = |over| instruction.sent_bytes(over, instruction.bytes) as f64;
                 let scatter = self.collective("reduce_scatter", shards, sent(Axis::Shard));
                 let part = sent(Axis::Replicate) / f64::from(shards.ranks);

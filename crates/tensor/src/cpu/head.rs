@@ -110,8 +110,8 @@ pub fn linear_cross_entropy<T: Element>(
 
 /// The body of every loss of a whole head. For each chunk of rows, `of_chunk` is given their range,
 /// their logits, the scale of gradients if there are any, and room for their losses. It turns the
-/// logits into their gradient where there is a scale, and returns the hits. Arguments and errors are
-/// those of [`linear_cross_entropy`].
+/// logits into their gradient where there is a scale, and returns the hits. Arguments and errors
+/// are those of [`linear_cross_entropy`].
 pub(crate) fn losses_in_chunks<T: Element>(
     cpu: &Cpu,
     x: MatRef<'_, T>,

@@ -21,8 +21,9 @@ pub struct TeacherLogits {
 
 /// `scale` times the sum over rows of
 /// `(1 - a) (-log softmax(z)[target]) + a T² D(softmax(t / T), softmax(z / T))`: z = x wᵀ the
-/// student's logits, t the teacher's ([`TeacherLogits`]), x [m, d], w [v, d], targets i32 [m] with -100
-/// where a row does not count. A scalar, f32. For the divergences, see [`cpu::distill`](distill).
+/// student's logits, t the teacher's ([`TeacherLogits`]), x [m, d], w [v, d], targets i32 [m] with
+/// -100 where a row does not count. A scalar, f32. For the divergences, see
+/// [`cpu::distill`](distill).
 ///
 /// # Errors
 /// Shapes that do not fit together, a weight outside 0 to 1, a temperature or a beta out of range;

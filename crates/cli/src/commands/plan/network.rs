@@ -29,6 +29,7 @@ const INT8: &str = "quality kept with 4 bits already (Wang et al. 2023, ZeRO++)"
 const INT4: &str = "quality kept (Wang et al. 2023, ZeRO++)";
 const ONE_BIT: &str = "quality kept after a full-precision warm-up (Tang et al. 2021), which this program has not";
 const TOP_K: &str = "quality kept with momentum correction and a warm-up (Lin et al. 2018), which this program has not";
+const POWER_SGD: &str = "quality kept with rank 4 (Vogels et al. 2019)";
 const LOCAL: &str = "worse with longer rounds (Lin et al. 2020)";
 const DILOCO: &str = "about the quality of synchronous steps up to 500 (Douillard et al. 2023)";
 const DILOCO_INT4: &str = "as diloco (Douillard et al. 2025, outer gradients of 4 bits)";
@@ -36,7 +37,14 @@ const DILOCO_INT4: &str = "as diloco (Douillard et al. 2025, outer gradients of 
 fn choices() -> Vec<Choice> {
     let choice = |sets: &[&str], effect| Choice { sets: sets.iter().map(|set| (*set).to_owned()).collect(), effect };
     let mut all = vec![choice(&[], EXACT)];
-    let codecs = [("bf16", BF16), ("int8", INT8), ("int4", INT4), ("one_bit", ONE_BIT), ("top_k", TOP_K)];
+    let codecs = [
+        ("bf16", BF16),
+        ("int8", INT8),
+        ("int4", INT4),
+        ("one_bit", ONE_BIT),
+        ("top_k", TOP_K),
+        ("power_sgd", POWER_SGD),
+    ];
     all.extend(codecs.map(|(codec, effect)| choice(&[&format!("compression.gradients={codec}")], effect)));
     all.push(choice(&["update.rule=local", "update.every=16"], LOCAL));
     for every in ["update.every=50", "update.every=100", "update.every=500"] {
@@ -153,6 +161,8 @@ fn sent(program: &Program) -> f64 {
     let replicas = f64::from(program.mesh.dp_replicate);
     let of = |instruction: &trainyard_program::Instruction| {
         let part = match instruction.action {
+            // Factors are summed whole.
+            Action::Reduce { axis: Axis::Data, .. } if instruction.factors.is_some() => 1.0,
             Action::Reduce { axis: Axis::Data, .. } => f64::from(program.mesh.shard_degree()),
             Action::Outer { .. } => 1.0,
             _ => return 0.0,

@@ -74,7 +74,7 @@ pub struct TransferArgs {
     json: bool,
 }
 
-/// What is compared.
+/// The models that are compared.
 #[derive(Serialize, Deserialize)]
 struct About {
     config: Option<PathBuf>,
