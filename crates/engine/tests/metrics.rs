@@ -27,6 +27,7 @@ fn step(step: u64) -> StepMetrics {
         loss_scale: None,
         drift: None,
         staleness: None,
+        sparsity: None,
         experts: None,
         skipped: false,
     }

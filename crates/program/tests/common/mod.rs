@@ -113,6 +113,7 @@ fn models(units: usize) -> impl Strategy<Value = ModelShape> {
             expert_elements: if i % 2 == 1 { flat_elements / 2 } else { 0 },
             expert_bytes: if i % 2 == 1 { output_bytes } else { 0 },
             split: None,
+            matrices: vec![[1, flat_elements]],
         };
         ModelShape { units: units.into_iter().enumerate().map(shape).collect(), batch_bytes }
     })
