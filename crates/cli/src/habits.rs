@@ -139,8 +139,8 @@ mod tests {
             (
                 "interval_steps",
                 Some("9"),
-                "--set averaging.interval_steps=9, or --set checkpoint.interval_steps=9, or --set evaluation.interval_steps=9, \
-                 or --set metrics.interval_steps=9, or --set pruning.interval_steps=9",
+                "--set averaging.interval_steps=9, or --set pruning.interval_steps=9, or --set checkpoint.interval_steps=9, \
+                 or --set evaluation.interval_steps=9, or --set metrics.interval_steps=9",
             ),
         ] {
             assert_eq!(instead(name, value), Some(format!("use {want}")), "{name}");
