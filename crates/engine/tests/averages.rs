@@ -305,7 +305,7 @@ fn impossible_averages_are_refused() {
         (&["averaging.kind=ema", "averaging.interval_steps=0"], "averaging.interval_steps = 0 is too small"),
         (&["averaging.kind=ema", "averaging.start_step=101"], "averaging.start_step = 101, and the run ends after 100"),
         (&["averaging.kind=ema", "device=cuda"], "weights are averaged on processors only"),
-        (&["averaging.kind=ema", "update.rule=diloco", "parallel.ranks=2"], "every replica has its own"),
+        (&["averaging.kind=ema", "update.rule=diloco", "parallel.ranks=2"], "ranks have different ones"),
         (&["averaging.kind=emma"], "averaging.kind"),
         (&["averaging.ema_decay=0.99"], "averaging.decay"),
         (&["training.ema_decay=0.99"], "averaging.decay"),

@@ -29,7 +29,7 @@ const CODECS: [&[&str]; 8] = [
     &["compression.gradients='int4'"],
     &["compression.gradients='one_bit'"],
     &["compression.gradients='top_k'", "compression.top_k_density=0.05"],
-    &["compression.gradients='power_sgd'", "compression.rank=2"],
+    &["compression.gradients='power_sgd'", "compression.rank=8"],
 ];
 
 const POWER_SGD: &str = "compression.gradients='power_sgd'";

@@ -11,6 +11,9 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use trainyard_tensor::{Tensor, ops};
 
+/// The work of a thread of a server.
+type Body = Box<dyn FnOnce(&Server, &ServerLinks) -> Result<()> + Send>;
+
 /// The running threads of a server. Dropping it waits until every other worker has left, or the
 /// world has failed.
 pub(super) struct Service {
@@ -25,7 +28,7 @@ impl Service {
     /// # Errors
     /// The operating system starts no thread.
     pub fn start(server: &Arc<Server>, links: &Arc<ServerLinks>, own: usize) -> Result<Service> {
-        let start = |name: String, body: Box<dyn FnOnce(&Server, &ServerLinks) -> Result<()> + Send>| {
+        let start = |name: String, body: Body| {
             let (server, links) = (Arc::clone(server), Arc::clone(links));
             let guarded = move || {
                 let done = catch_unwind(AssertUnwindSafe(|| body(&server, &links)));
