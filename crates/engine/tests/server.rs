@@ -132,11 +132,11 @@ fn a_pull_that_waits_beyond_the_deadline_names_the_worker_that_has_not_committed
     let resolved = resolved(&["parallel.ranks=2", "update.rule='server'", "update.staleness=1", "update.every=40"]);
     let ended = AtomicU64::new(0);
     let load = |device: &Device, model: &Model, step: u64, first: usize, count: usize| -> Result<_, EngineError> {
-        while first > 0 && step == 1 {
-            if ended.load(Ordering::SeqCst) > 0 {
-                return Err(EngineError::DoesNotFit("worker 1 has stopped".to_owned()));
+        if first > 0 && step == 1 {
+            while ended.load(Ordering::SeqCst) == 0 {
+                std::thread::sleep(Duration::from_millis(1));
             }
-            std::thread::sleep(Duration::from_millis(1));
+            return Err(EngineError::DoesNotFit("worker 1 has stopped".to_owned()));
         }
         Ok(batch(device, model, step, first, count))
     };

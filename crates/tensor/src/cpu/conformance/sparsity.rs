@@ -84,7 +84,7 @@ dtypes! {
             let weights: Vec<f32> = weights(len).iter().map(|weight| weight + 3.0).collect();
             let copies: Vec<T> = weights.iter().map(|weight| T::from_f32(*weight)).collect();
             let mut mask = vec![0; mask_bytes(len)];
-            let masked = |place: usize| place % 3 == 0 || place % 7 == 1;
+            let masked = |place: usize| place.is_multiple_of(3) || place % 7 == 1;
             (0..len).filter(|place| masked(*place)).for_each(|place| mask[place / 8] |= 1 << (place % 8));
             on_every_cpu(
                 |cpu| {
