@@ -3,6 +3,8 @@
 
 #[path = "common/train.rs"]
 mod common;
+#[path = "common/layouts.rs"]
+mod layouts;
 #[path = "common/runs.rs"]
 mod runs;
 #[path = "common/small.rs"]
@@ -11,6 +13,7 @@ mod small;
 mod tensors;
 
 use common::{ON_THE_HOST, check_memory, resolve};
+use layouts::*;
 use runs::copy;
 use small::{run, start};
 use std::collections::BTreeMap;
@@ -27,21 +30,9 @@ use trainyard_engine::trained::{Runtime, Selection, Weights, open_trained};
 const EMA: &[&str] =
     &["averaging.kind=ema", "averaging.decay=0.7", "averaging.start_step=2", "averaging.interval_steps=2"];
 const UNIFORM: &[&str] = &["averaging.kind=uniform", "averaging.start_step=3", "averaging.interval_steps=3"];
-const EVALUATED: &[&str] = &["data.validation_fraction=0.1", "evaluation.interval_steps=2", "evaluation.tokens_max=64"];
-const RATE: &str = "optimizer.learning_rate=0.02";
 const STEPS: u64 = 12;
 
 const ONE: &[&str] = &["parallel.ranks=1"];
-const DDP: &[&str] = &["parallel.ranks=4"];
-const STAGE_1: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=1"];
-const STAGE_2: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=2"];
-const STAGE_3: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=3"];
-const HYBRID: &[&str] =
-    &["parallel.data_parallel_replicate_degree=2", "parallel.data_parallel_shard_degree=2", "parallel.zero_stage=2"];
-const PIPELINE: &[&str] = &["parallel.ranks=8", "parallel.pipeline_parallel_degree=2"];
-const ON_DISK: &[&str] = &["memory.offload.optimizer=disk", "memory.offload.chunk_elements=4096"];
-const ALL_ON_DISK: &[&str] =
-    &["memory.offload.optimizer=disk", "memory.offload.parameters=disk", "memory.offload.gradients=disk"];
 const PARAMETERS_ON_DISK: &[&str] = &["precision.compute=f32", "memory.offload.parameters=disk"];
 
 type Tensors = BTreeMap<String, Vec<u8>>;

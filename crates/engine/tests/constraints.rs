@@ -3,6 +3,8 @@
 
 #[path = "common/train.rs"]
 mod common;
+#[path = "common/layouts.rs"]
+mod layouts;
 #[path = "common/runs.rs"]
 mod runs;
 #[path = "common/small.rs"]
@@ -11,6 +13,7 @@ mod small;
 mod tensors;
 
 use common::{check_memory, resolve};
+use layouts::*;
 use runs::copy;
 use small::{run, start};
 use std::collections::BTreeMap;
@@ -29,19 +32,6 @@ const HALF: &[&str] =
     &["pruning.sparsity=0.5", "pruning.begin=0.2", "pruning.end=0.7", "pruning.interval_steps=2", "training.steps=10"];
 const TWO_OF_FOUR: &[&str] =
     &["pruning.pattern='2:4'", "pruning.begin=0.2", "pruning.end=0.7", "pruning.interval_steps=2", "training.steps=10"];
-const EVALUATED: &[&str] = &["data.validation_fraction=0.1", "evaluation.interval_steps=2", "evaluation.tokens_max=64"];
-const RATE: &str = "optimizer.learning_rate=0.02";
-
-const DDP: &[&str] = &["parallel.ranks=4"];
-const STAGE_1: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=1"];
-const STAGE_2: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=2"];
-const STAGE_3: &[&str] = &["parallel.ranks=4", "parallel.zero_stage=3"];
-const HYBRID: &[&str] =
-    &["parallel.data_parallel_replicate_degree=2", "parallel.data_parallel_shard_degree=2", "parallel.zero_stage=2"];
-const PIPELINE: &[&str] = &["parallel.ranks=8", "parallel.pipeline_parallel_degree=2"];
-const ON_DISK: &[&str] = &["memory.offload.optimizer=disk", "memory.offload.chunk_elements=4096"];
-const ALL_ON_DISK: &[&str] =
-    &["memory.offload.optimizer=disk", "memory.offload.parameters=disk", "memory.offload.gradients=disk"];
 
 type Tensors = BTreeMap<String, Vec<u8>>;
 

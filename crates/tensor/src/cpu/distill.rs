@@ -13,7 +13,7 @@
 //! ```text
 //! forward KL      D = sum p log(p / q)                 T dD/dz = q - p
 //! reverse KL      D = sum q log(q / p)                 T dD/dz = q (log(q / p) - D)
-//! Jensen-Shannon  D = b KL(p | m) + (1 - b) KL(q | m)  T dD/dz = (1 - b) q (log(q / m) - KL(q | m))
+//! Jensen-Shannon  D = b KL(p | m) + (1 - b) KL(q | m) T dD/dz = (1 - b) q (log(q / m) - KL(q | m))
 //! ```
 //!
 //! The last is the generalised form of Agarwal et al. 2024 (GKD, equation 1).
