@@ -11,6 +11,8 @@ use std::path::Path;
 
 /// Upper limit for lines: ten years of quarter hours.
 const LINES_MAX: usize = 400_000;
+/// Upper limit for the size of a value: means and costs of accepted curves stay finite.
+const VALUE_MAX: f64 = 1e15;
 /// A pause between two lines that is longer than this is a hole.
 const HOLE_S: i64 = DAY_S;
 
@@ -67,8 +69,8 @@ impl Curve {
             let [_, value] = fields[..] else {
                 return Err(error(format!("{} fields: a time and a value are needed", fields.len())));
             };
-            let Some(value) = value.parse().ok().filter(|value: &f64| value.is_finite()) else {
-                return Err(error(format!("{value:?} is no number")));
+            let Some(value) = value.parse().ok().filter(|value: &f64| value.abs() <= VALUE_MAX) else {
+                return Err(error(format!("{value:?} is no number from -{VALUE_MAX:e} to {VALUE_MAX:e}")));
             };
             match curve.starts.last() {
                 Some(last) if at <= *last => {
@@ -211,6 +213,7 @@ mod tests {
             (with("2026-11-28 23:00,1"), "prices.csv, line 25: 72 hours are missing before it"),
             (with("2026-11-26 00:00,cheap"), "prices.csv, line 25: \"cheap\" is no number"),
             (with("2026-11-26 00:00,NaN"), "line 25: \"NaN\" is no number"),
+            (with("2026-11-26 00:00,1e300"), "line 25: \"1e300\" is no number from -1e15 to 1e15"),
             (with("2026-11-26 00:00"), "line 25: 1 fields"),
             (with("2026-11-26 00:00,1,2"), "line 25: 3 fields"),
             (with("26.11.2026 00:00,1"), "line 25: \"26.11.2026 00:00\" is no time"),

@@ -115,7 +115,7 @@ pub fn deadline(text: &str, now: i64, offset: Offset<'_>) -> Result<i64, QueueEr
         if !(count > 0.0 && count * seconds < 1e10) {
             return Err(refused());
         }
-        return Ok(now + (count * seconds) as i64);
+        return Ok(now + (count * seconds).ceil() as i64);
     }
     if let Some(at) = instant(text, offset) {
         if at <= now {
@@ -207,6 +207,7 @@ mod tests {
             ("+6h", now + 6 * HOUR),
             ("+90m", now + 5400),
             ("+1.5d", now + 36 * HOUR),
+            ("+0.00001h", now + 1),
             ("Fri 09:30", now + 1800),
             ("fri 9:30", now + 1800),
             ("Friday 09:00", now + WEEK_S),

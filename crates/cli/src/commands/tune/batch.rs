@@ -6,6 +6,7 @@
 //! few large ones of the same text are run at a learning rate that changes no weight, and the norms
 //! of their gradients are compared.
 
+use super::new_folder;
 use super::trials::{Children, Ended, Folder, Start};
 use crate::commands::config::{load, plan, resolve};
 use crate::output::{count, note, print};
@@ -97,10 +98,7 @@ fn train(args: &BatchArgs, resolved: &Resolved, stop: &AtomicBool) -> Result<Fol
     let steps = args.steps.unwrap_or(usual);
     let runs = &resolved.config.run.directory;
     fs::create_dir_all(runs).with_context(|| format!("cannot create {}", runs.display()))?;
-    let path = (1..)
-        .map(|number| runs.join(format!("batch-{number:03}")))
-        .find(|path| !path.exists())
-        .context("numbers do not end")?;
+    let path = new_folder(runs, "batch")?;
     let run = Folder::at(&path);
     note(&format!("training {} for {} steps", path.display(), count(steps)));
     let mut sets = args.sets.clone();

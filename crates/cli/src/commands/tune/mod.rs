@@ -5,8 +5,8 @@ mod search;
 mod transfer;
 mod trials;
 
-use anyhow::{Result, bail};
-use std::path::PathBuf;
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -59,13 +59,26 @@ fn duration(text: &str) -> Result<Duration, String> {
     if text.is_empty() { Err(wrong()) } else { Ok(Duration::from_secs(total)) }
 }
 
-/// A study's folder and the configuration's name, without what would make it a path.
-fn check_name(name: &str) -> Result<PathBuf> {
+/// The folder of a new study in `runs`: `name`, or the first of `KIND-001`, `KIND-002`, … that does
+/// not exist yet.
+///
+/// # Errors
+/// A name that is a path or hidden.
+fn study_folder(runs: &Path, name: Option<&str>, kind: &str) -> Result<PathBuf> {
+    let Some(name) = name else { return new_folder(runs, kind) };
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.is_empty() || name.starts_with('.') || !name.chars().all(is_plain) {
         bail!("--study {name}: a name has letters, digits, `-`, `_` and `.` only");
     }
-    Ok(PathBuf::from(name))
+    Ok(runs.join(name))
+}
+
+/// The first of `KIND-001`, `KIND-002`, … in `runs` that does not exist yet.
+fn new_folder(runs: &Path, kind: &str) -> Result<PathBuf> {
+    (1..)
+        .map(|number| runs.join(format!("{kind}-{number:03}")))
+        .find(|folder| !folder.exists())
+        .context("numbers do not end")
 }
 
 #[cfg(test)]

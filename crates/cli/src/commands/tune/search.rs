@@ -5,7 +5,7 @@
 //! `STUDY-000` and so on.
 
 use super::trials::{Children, Ended, Folder, LOOK, Start};
-use super::{check_name, duration};
+use super::{duration, study_folder};
 use crate::commands::config::{QUICKSTART, load, plan, resolve};
 use crate::commands::dash;
 use crate::output::{chain, count, note, print, read};
@@ -202,14 +202,7 @@ impl Tuning {
             }
         }
         let runs = config.run.directory.clone();
-        let name = match &args.study {
-            Some(name) => check_name(name)?,
-            None => (1..)
-                .map(|number| PathBuf::from(format!("tune-{number:03}")))
-                .find(|name| !runs.join(name).exists())
-                .context("numbers do not end")?,
-        };
-        let folder = runs.join(name);
+        let folder = study_folder(&runs, args.study.as_deref(), "tune")?;
         fs::create_dir_all(&runs).with_context(|| format!("cannot create {}", runs.display()))?;
         fs::create_dir(&folder).with_context(|| {
             format!("cannot create the study's folder {}; `--resume` goes on with a study", folder.display())

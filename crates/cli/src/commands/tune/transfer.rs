@@ -6,7 +6,7 @@
 //! appendix D.1). The trials are runs beside the study's folder, so a search that was killed goes
 //! on where it stopped.
 
-use super::check_name;
+use super::study_folder;
 use super::trials::{Children, Ended, Folder, LOOK, Start};
 use crate::commands::config::{load, resolve};
 use crate::output::{note, print};
@@ -158,14 +158,7 @@ impl Transfer {
         rates.sort_by(f64::total_cmp);
         rates.dedup();
         let runs = &resolved.config.run.directory;
-        let name = match &args.study {
-            Some(name) => check_name(name)?,
-            None => (1..)
-                .map(|number| PathBuf::from(format!("transfer-{number:03}")))
-                .find(|name| !runs.join(name).exists())
-                .context("numbers do not end")?,
-        };
-        let folder = runs.join(name);
+        let folder = study_folder(runs, args.study.as_deref(), "transfer")?;
         if folder.exists() {
             bail!("{} exists: take another --study, or go on with it by --resume {0}", folder.display());
         }
