@@ -356,12 +356,7 @@ impl Stepper {
                 let (tokens, targets) = (draw(rows * length), draw(rows * length));
                 let positions: Vec<i32> = (0..rows).flat_map(|_| 0..length as i32).collect();
                 let cu_seqlens: Vec<i32> = (0..=rows).map(|row| (row * length) as i32).collect();
-                let slices = BatchSlices {
-                    tokens: &tokens,
-                    targets: Some(&targets),
-                    positions: &positions,
-                    cu_seqlens: &cu_seqlens,
-                };
+                let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
                 Ok(model.batch(device, &slices)?)
             },
             |_, _| Ok(()),

@@ -43,6 +43,7 @@ pub fn slices(batch: &MicroBatch) -> BatchSlices<'_> {
         targets: Some(&batch.targets),
         positions: &batch.positions,
         cu_seqlens: &batch.cu_seqlens,
+        images: None,
     }
 }
 
