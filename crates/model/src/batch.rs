@@ -383,6 +383,18 @@ impl BatchShape {
         self.sequences.iter().sum()
     }
 
+    /// Bytes of its tensors.
+    pub fn bytes(&self) -> u64 {
+        let (tokens, count) = (self.tokens() as u64, self.sequences.len() as u64);
+        match self.patch_len {
+            // Tokens, targets and positions, i32.
+            None => 12 * tokens,
+            // Kinds and positions of rows, patches; of images the row and the class, two classes with
+            // weights if they are mixed.
+            Some(patch_len) => tokens * (8 + 4 * patch_len as u64) + count * if self.mixed { 24 } else { 8 },
+        }
+    }
+
     /// A batch of this shape in which every token is 0, with targets.
     pub fn batch(&self, device: &Device) -> Result<Batch> {
         self.batch_of(device, ContextSplit::WHOLE)

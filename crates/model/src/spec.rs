@@ -212,6 +212,8 @@ impl ExpertsSpec {
 pub struct ImageSpec {
     /// Pixels of a side of the square image.
     pub size: usize,
+    /// Pixels of the shorter side to which an image is resized before its centre is cut out.
+    pub resize: usize,
     /// Pixels of a side of a patch; divides `size`.
     pub patch: usize,
     /// Colour channels.
@@ -247,6 +249,9 @@ impl ImageSpec {
         let ImageSpec { size, patch, channels, .. } = *self;
         if !(1..=1 << 14).contains(&size) || patch == 0 || !size.is_multiple_of(patch) {
             return fail("image.patch", format!("patches of {patch} do not divide images of {size} pixels"));
+        }
+        if !(1..=1 << 14).contains(&self.resize) {
+            return fail("image.resize", format!("{} is not between 1 and {}", self.resize, 1 << 14));
         }
         if !(1..=64).contains(&channels) {
             return fail("image.channels", format!("{channels} is not between 1 and 64"));

@@ -119,7 +119,8 @@ impl Definition for Vit {
         let (size, patch, channels) = IMAGE;
         // As the published models were trained: values from -1 to 1.
         let halves = vec![0.5; channels];
-        let image = ImageSpec { size, patch, channels, mean: halves.clone(), std: halves, labels: Vec::new() };
+        let (mean, std) = (halves.clone(), halves);
+        let image = ImageSpec { size, resize: size, patch, channels, mean, std, labels: Vec::new() };
         ModelSpec {
             family: VIT,
             max_positions: image.positions(),
@@ -187,7 +188,7 @@ impl Definition for Vit {
         };
         let halves = vec![0.5; image.channels];
         spec.max_positions = image.positions();
-        spec.image = Some(ImageSpec { mean: halves.clone(), std: halves, ..image });
+        spec.image = Some(ImageSpec { resize: image.size, mean: halves.clone(), std: halves, ..image });
         spec.ffn_dim = keys.size("intermediate_size", Some(3072))?;
         spec.activation = keys.activation("hidden_act", "gelu")?;
         spec.norm_eps = keys.number("layer_norm_eps")?.unwrap_or(1e-12);

@@ -15,7 +15,7 @@ pub fn preprocessor_config_json(spec: &ModelSpec) -> Option<String> {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": image.channels == 3,
         "do_resize": true,
-        "size": {"shortest_edge": image.size},
+        "size": {"shortest_edge": image.resize},
         "resample": BILINEAR,
         "do_center_crop": true,
         "crop_size": {"height": image.size, "width": image.size},
@@ -69,16 +69,18 @@ pub fn read_preprocessor(text: &str, image: &mut ImageSpec) -> Result<Vec<String
         Some(false) => (vec![0.0; channels], vec![1.0; channels]),
         _ => (list("image_mean", 0.5)?, list("image_std", 0.5)?),
     };
-    let size = map.get("crop_size").filter(|_| flag("do_center_crop") == Some(true)).or_else(|| map.get("size"));
-    let side = |size: &Value| match size {
+    let side = |key: &str| match map.get(key)? {
         Value::Number(side) => side.as_u64(),
-        _ => ["height", "shortest_edge"].iter().find_map(|key| size.get(key)).and_then(Value::as_u64),
+        size => ["height", "shortest_edge"].iter().find_map(|key| size.get(key)).and_then(Value::as_u64),
     };
-    if let Some(side) = size.and_then(side).filter(|side| *side != image.size as u64) {
-        return refuse(
-            if flag("do_center_crop") == Some(true) { "crop_size" } else { "size" },
-            &format!("{side} pixels, and config.json has images of {}", image.size),
-        );
+    let crops = flag("do_center_crop") == Some(true);
+    let key = if crops { "crop_size" } else { "size" };
+    if let Some(side) = side(key).filter(|side| *side != image.size as u64) {
+        return refuse(key, &format!("{side} pixels, and config.json has images of {}", image.size));
+    }
+    image.resize = side("size").filter(|_| crops).map_or(image.size, |side| side as usize);
+    if !crops && map.contains_key("size") {
+        notes.push("images are not squeezed to a square: their shorter side is resized, and their centre cut out".into());
     }
     if let Some(other) = map.get("resample").and_then(Value::as_u64).filter(|number| *number != BILINEAR) {
         notes.push(format!("`resample` = {other} is not followed: images are resized bilinearly"));
