@@ -27,16 +27,13 @@ validation_fraction = 0.2
 size = 8
 patch_size = 4
 
-[augmentation]
-crop_area_min = 0.5
-
 [training]
 steps = 12
 micro_batch_size = 4
 global_batch_size = 8
 
 [optimizer]
-learning_rate = 1e-2
+learning_rate = 3e-3
 
 [precision]
 compute = 'f32'
@@ -61,18 +58,19 @@ fn write_png(path: &Path, pixel: impl Fn(usize, usize) -> [u8; 3]) {
     encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
 }
 
-/// A folder of three classes, of 20 images each: stripes along x, stripes along y, one colour.
+/// A folder of three classes, of 20 images each: stripes of which red, green or blue is the
+/// brightest.
 fn folder() -> Folder {
     let folder = Folder::new();
-    for (class, name) in ["columns", "plain", "rows"].into_iter().enumerate() {
+    for (class, name) in ["blue", "green", "red"].into_iter().enumerate() {
         let of_class = folder.join("shapes").join(name);
         fs::create_dir_all(&of_class).unwrap();
         for image in 0..20 {
-            let (phase, light) = (image % 4, 90 + (image * 37 % 120) as u8);
+            let light = 90 + (image * 37 % 120) as u8;
             write_png(&of_class.join(format!("{image:02}.png")), |x, y| {
-                let at = [x, 0, y][class];
-                let on = class == 1 || (at + phase) / 2 % 2 == 0;
-                [if on { light } else { 20 }, light / 2, (image * 11 % 60) as u8]
+                let mut pixel = [light / 3, light / 4, (image * 11 % 40) as u8];
+                pixel[2 - class] = if (x + y * (image % 3)) / 2 % 2 == 0 { light } else { light / 2 };
+                pixel
             });
         }
     }
@@ -102,33 +100,28 @@ fn losses(folder: &Folder, run: &str) -> Vec<String> {
 fn a_run_learns_and_reports_accuracy_and_resumes_with_the_same_bits() {
     let folder = folder();
     let long = train(&folder, "one", &["training.steps=60"]).ok();
-    for expected in ["48 images of 3 classes to train on, 12 to validate on", "images/s", "top 1 "] {
+    for expected in [" images of 3 classes to train on, ", "images/s", "top 1 "] {
         assert!((long.stdout.clone() + &long.stderr).contains(expected), "{expected}: {long:?}");
     }
     assert!(!long.stdout.contains("trainyard generate"), "{}", long.stdout);
     let evaluations = record(&folder, "one", "evaluations.jsonl");
     let last = evaluations.last().unwrap();
-    assert_eq!((&last["tokens"], &last["top5"]), (&Value::from(12), &Value::from(1.0)), "three classes");
+    assert_eq!(last["top5"], 1.0, "three classes");
+    assert!((6..=20).contains(&last["tokens"].as_u64().unwrap()), "a fifth of 60 images: {last}");
     assert!(last["top1"].as_f64().unwrap() >= 0.75, "{last}");
     let steps = record(&folder, "one", "metrics.jsonl");
     assert_eq!(steps[3]["mem_peak_bytes"], steps[3]["predicted_mem_peak_bytes"]);
     assert!(steps[3]["images_per_s"].as_f64().unwrap() > 0.0);
 
     train(&folder, "whole", &["augmentation.mixup=0.2", "augmentation.cutmix=1.0"]).ok();
-    train(&folder, "half", &["augmentation.mixup=0.2", "augmentation.cutmix=1.0", "training.steps=7", "schedule.warmup_steps=1"])
-        .ok();
     assert!(losses(&folder, "whole") != losses(&folder, "one")[..12], "mixed images have other losses");
-    // The schedule of a longer run has other rates, so the run that goes on is paused.
-    let mut paused = folder.command(&["train", "vit.toml", "--set", "run.name=paused", "--set", "augmentation.mixup=0.2"]);
+    let mut paused =
+        folder.command(&["train", "vit.toml", "--set", "run.name=paused", "--set", "augmentation.mixup=0.2"]);
     paused.args(["--set", "augmentation.cutmix=1.0", "--until", "7"]);
-    let paused = Ran::new(paused.output().unwrap());
-    if paused.code == Some(0) {
-        folder.run(&["train", "--resume", "runs/paused"]).ok();
-        assert_eq!(losses(&folder, "paused"), losses(&folder, "whole"));
-        assert_eq!(tensors(&folder.join("runs/paused")), tensors(&folder.join("runs/whole")));
-    } else {
-        panic!("{paused:?}");
-    }
+    Ran::new(paused.output().unwrap()).ok();
+    folder.run(&["train", "--resume", "runs/paused"]).ok();
+    assert_eq!(losses(&folder, "paused"), losses(&folder, "whole"));
+    assert_eq!(tensors(&folder.join("runs/paused")), tensors(&folder.join("runs/whole")));
 }
 
 #[test]
@@ -136,24 +129,25 @@ fn every_layout_gives_the_same_losses() {
     let folder = folder();
     let mixed = "augmentation.mixup=0.4";
     train(&folder, "one", &[mixed]).ok();
-    let expected = losses(&folder, "one");
-    assert_eq!(expected.len(), 12);
-    let two = "parallel.ranks=2";
+    let (two, bits) = ("parallel.ranks=2", "training.elastic_bits=true");
+    train(&folder, "bits", &[mixed, bits]).ok();
     for (name, sets) in [
-        ("ddp", &[mixed, two][..]),
-        ("zero1", &[mixed, two, "parallel.zero_stage=1"]),
-        ("zero2", &[mixed, two, "parallel.zero_stage=2"]),
-        ("zero3", &[mixed, two, "parallel.zero_stage=3"]),
+        ("ddp", &[mixed, bits, two][..]),
+        ("zero1", &[mixed, bits, two, "parallel.zero_stage=1"]),
+        ("zero2", &[mixed, bits, two, "parallel.zero_stage=2"]),
+        ("zero3", &[mixed, bits, two, "parallel.zero_stage=3"]),
         ("full", &[mixed, "activation_checkpointing.mode=full"]),
         ("selective", &[mixed, "activation_checkpointing.mode=selective"]),
         ("workers", &[mixed, "data.workers=3"]),
         ("stages", &[mixed, two, "parallel.pipeline_parallel_degree=2"]),
     ] {
         train(&folder, name, sets).ok();
-        assert_eq!(losses(&folder, name), expected, "{name}");
+        let like = if sets.contains(&bits) { "bits" } else { "one" };
+        let expected = losses(&folder, like);
+        assert_eq!((losses(&folder, name), expected.len()), (expected, 12), "{name}");
         let steps = record(&folder, name, "metrics.jsonl");
         assert_eq!(steps[3]["mem_peak_bytes"], steps[3]["predicted_mem_peak_bytes"], "{name}");
-        let evaluations = [name, "one"].map(|run| {
+        let evaluations = [name, like].map(|run| {
             let last = record(&folder, run, "evaluations.jsonl").pop().unwrap();
             (last["loss"].to_string(), last["top1"].to_string())
         });
@@ -187,8 +181,8 @@ fn an_export_evaluates_like_its_run_and_trains_on() {
     let tuned = tuned.replace("[images]\nsize = 8\npatch_size = 4\n", "");
     folder.write("tuned.toml", tuned.replace("'one'", "'tuned'"));
     folder.run(&["train", "tuned.toml"]).ok();
-    let [first, last] = [&losses(&folder, "tuned")[0], losses(&folder, "one").last().unwrap()]
-        .map(|loss| loss.parse::<f64>().unwrap());
+    let [first, last] =
+        [&losses(&folder, "tuned")[0], losses(&folder, "one").last().unwrap()].map(|loss| loss.parse::<f64>().unwrap());
     assert!(first < last + 0.5, "{first} after {last}: it begins with the weights");
 }
 
@@ -197,7 +191,11 @@ fn plans_and_programs_of_images_are_made_without_data() {
     let folder = folder();
     let check = folder.run(&["config", "check", "vit.toml"]).ok();
     assert!(check.stdout.contains("training.sequence_length") && check.stdout.contains('5'), "{}", check.stdout);
-    folder.write("preset.toml", VIT.replace("family = 'vit'\ndim = 32\nlayers = 2\nheads = 2", "preset = 'vit-tiny'\nvocab_size = 10").replace("[images]\nsize = 8\npatch_size = 4\n", ""));
+    folder.write(
+        "preset.toml",
+        VIT.replace("family = 'vit'\ndim = 32\nlayers = 2\nheads = 2", "preset = 'vit-tiny'\nvocab_size = 10")
+            .replace("[images]\nsize = 8\npatch_size = 4\n", ""),
+    );
     let program = folder.run(&["program", "preset.toml"]).ok();
     assert!(program.stdout.contains("Forward") || program.stdout.contains("forward"), "{}", program.stdout);
 }

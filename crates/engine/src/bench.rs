@@ -413,7 +413,14 @@ fn settings(resolved: &Resolved) -> RankSettings {
 /// The program of `rank` without a snapshot.
 fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
     let strategy = shape::strategy(resolved, model.units().len())?;
-    shape::program(model, &shape::batch_shape(resolved, model), compute_dtype(resolved), &shape::mesh(resolved), &strategy, rank)
+    shape::program(
+        model,
+        &shape::batch_shape(resolved, model),
+        compute_dtype(resolved),
+        &shape::mesh(resolved),
+        &strategy,
+        rank,
+    )
 }
 
 /// The program of `rank` and the needs of its step, predicted by executing it on the meta device.

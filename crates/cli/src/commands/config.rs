@@ -10,7 +10,7 @@ use trainyard_engine::limit;
 use trainyard_engine::predict::{StepNeeds, predict};
 use trainyard_engine::session::inputs_for;
 use trainyard_engine::shape::{
-    batch_shape,    compute_dtype, mesh, model_notes, model_of, model_shape, model_spec, programs, rank_settings, strategy,
+    batch_shape, compute_dtype, mesh, model_notes, model_of, model_shape, model_spec, programs, rank_settings, strategy,
 };
 use trainyard_model::{Model, preset};
 use trainyard_program::Program;

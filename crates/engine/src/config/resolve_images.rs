@@ -1,12 +1,12 @@
 //! Resolves `[images]` and `[augmentation]`, and refuses what has no meaning for images.
 
-use super::{DeviceKind, Section};
 use super::resolve::{Inputs, Resolver};
 use super::resolve_parallel::Parallel;
 use super::sections::*;
 use super::sections_chat::DataFormat;
 use super::sections_images::*;
 use super::value::Channels;
+use super::{DeviceKind, Section};
 use serde::Serialize;
 use trainyard_data::images::{Augmentation, RandAugment, RandomCrop, default_workers};
 use trainyard_model::ImageSpec;
@@ -155,7 +155,8 @@ impl Resolver {
     /// The value of `key`, which is the number of an image's positions.
     pub(super) fn of_patches(&mut self, key: &str, given: Option<usize>, positions: usize) -> usize {
         if let Some(other) = given.filter(|given| *given != positions) {
-            let message = format!("{key} = {other}: an image has {positions} positions, the class token's and its patches");
+            let message =
+                format!("{key} = {other}: an image has {positions} positions, the class token's and its patches");
             self.problem(key, message);
         }
         self.settle(key, &given, positions, "the class token's and one for each patch")

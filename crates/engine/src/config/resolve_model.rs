@@ -1,8 +1,8 @@
 //! Resolves `[model]` and `[optimizer]`, the two sections whose keys depend most on each other.
 
 use super::presets::activation;
-use super::resolve_images::ImageSettings;
 use super::resolve::{Inputs, ModelSource, OptimizerSettings, Resolver, Rope};
+use super::resolve_images::ImageSettings;
 use super::sections::*;
 use super::sections_experts::*;
 use super::{Config, ConfigError, Origin, Section};

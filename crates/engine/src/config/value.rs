@@ -332,7 +332,8 @@ impl ConfigValue for Channels {
         let Value::Array(list) = value else {
             return f64::from_value(value).map(|one| Channels([one; 3])).map_err(|_| wrong::<Self>(value));
         };
-        let numbers: Vec<f64> = list.iter().map(f64::from_value).collect::<Result<_, _>>().map_err(|_| wrong::<Self>(value))?;
+        let numbers: Vec<f64> =
+            list.iter().map(f64::from_value).collect::<Result<_, _>>().map_err(|_| wrong::<Self>(value))?;
         numbers.try_into().map(Channels).map_err(|_| wrong::<Self>(value))
     }
     fn to_value(&self) -> Option<Value> {

@@ -271,7 +271,9 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
 pub fn evaluation_line(m: &EvaluationMetrics) -> String {
     let mut parts = vec![format!("evaluation at step {}", m.step), format!("loss {:.4}", m.loss)];
     match m.top1.zip(m.top5) {
-        Some((top1, top5)) => parts.extend([("1", top1), ("5", top5)].map(|(n, share)| format!("top {n} {:.2} %", 1e2 * share))),
+        Some((top1, top5)) => {
+            parts.extend([("1", top1), ("5", top5)].map(|(n, share)| format!("top {n} {:.2} %", 1e2 * share)))
+        }
         None => parts.push(format!("perplexity {:.2}", m.perplexity)),
     }
     parts.extend(m.bits_per_byte.map(|bits| format!("{bits:.4} bits/byte")));

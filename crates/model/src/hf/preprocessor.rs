@@ -80,7 +80,9 @@ pub fn read_preprocessor(text: &str, image: &mut ImageSpec) -> Result<Vec<String
     }
     image.resize = side("size").filter(|_| crops).map_or(image.size, |side| side as usize);
     if !crops && map.contains_key("size") {
-        notes.push("images are not squeezed to a square: their shorter side is resized, and their centre cut out".into());
+        notes.push(
+            "images are not squeezed to a square: their shorter side is resized, and their centre cut out".into(),
+        );
     }
     if let Some(other) = map.get("resample").and_then(Value::as_u64).filter(|number| *number != BILINEAR) {
         notes.push(format!("`resample` = {other} is not followed: images are resized bilinearly"));
