@@ -150,11 +150,14 @@ pub fn evaluate_images_until(
     // Of each set, one past its last batch.
     let mut ends = Vec::with_capacity(sets.len());
     for set in sets {
-        for batch in ImageEvaluation::new(&set.images, &spec, rows)? {
-            let batch = batch?;
-            progress.tokens += batch.rows as u64;
+        let mut batches = ImageEvaluation::new(&set.images, &spec, rows)?;
+        for _ in 0..batches.batches() {
             if number % ranks == index {
+                let Some(batch) = batches.next().transpose()? else { break };
+                progress.tokens += batch.rows as u64;
                 own.extend(sums(rank, &batch)?);
+            } else {
+                progress.tokens += batches.pass_over() as u64;
             }
             number += 1;
             if number.is_multiple_of(ranks) && stops(progress)? {

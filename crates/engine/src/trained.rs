@@ -150,6 +150,7 @@ pub fn open_trained_on(
         return open_hugging_face(folder, device, dtype, &mut note);
     }
     let mut spec = read_spec(folder)?;
+    check_tried(device, &spec)?;
     let of_text = spec.image.is_none();
     let tokenizer = of_text.then(|| Tokenizer::load(&folder.join(files::TOKENIZER))).transpose()?;
     let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
@@ -243,6 +244,7 @@ fn open_hugging_face(
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
     let spec = read_description(folder, &mut *note)?;
+    check_tried(device, &spec)?;
     let tokenizer = spec.image.is_none().then(|| pretrained::tokenizer(folder)).transpose()?;
     let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
     for line in load_weights(&mut rank, folder, None)? {
@@ -336,6 +338,14 @@ impl TrainedRun {
     pub fn weights_in_words(&self) -> String {
         let averaged = if self.weights == Weights::Averaged { ", averaged weights" } else { "" };
         format!("step {}{averaged}", self.step)
+    }
+}
+
+/// Checks that models of this kind have been tried on a kind of device.
+fn check_tried(device: &Device, spec: &ModelSpec) -> Result<()> {
+    match spec.image.is_some() && device.as_cuda().is_some() {
+        true => Err(does_not_fit("models of images have not been tried on a GPU: use --device cpu")),
+        false => Ok(()),
     }
 }
 

@@ -407,6 +407,12 @@ impl<'i> ImageEvaluation<'i> {
         self.index.len().div_ceil(self.rows)
     }
 
+    /// Leaves the next batch out, without decoding it. Returns its images; 0 at the end.
+    pub fn pass_over(&mut self) -> usize {
+        let end = self.index.len().min(self.next + self.rows);
+        end - std::mem::replace(&mut self.next, end)
+    }
+
     fn batch(&mut self) -> Result<MicroBatch> {
         let spec = &self.spec;
         let images = self.next..self.index.len().min(self.next + self.rows);
