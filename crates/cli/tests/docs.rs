@@ -5,7 +5,7 @@
 //! command are its output:
 //!
 //! - A page's commands run in order in one temporary folder, which holds `text/a.txt`,
-//!   `text/b.txt`, `posts.jsonl` and `talks.jsonl`.
+//!   `text/b.txt`, `posts.jsonl`, `talks.jsonl` and a folder of classes, `pictures`.
 //! - `trainyard` is the program under test; `cargo run --release --` means the same. Small shell
 //!   commands may stand beside it.
 //! - A command must succeed; one whose shown output ends with a line `error: ...` must fail.
@@ -250,6 +250,25 @@ fn write_corpora(folder: &Path) {
     };
     let talks = (0..60).map(|i| format!("{{\"messages\": [{}]}}\n", talk(i)));
     fs::write(folder.join("talks.jsonl"), talks.collect::<String>()).expect("a new file");
+    write_pictures(&folder.join("pictures"));
+}
+
+/// Writes three classes of eight pictures each, of 24 x 20 pixels: stripes that are mostly red, green
+/// or blue.
+fn write_pictures(folder: &Path) {
+    for (channel, class) in ["red", "green", "blue"].into_iter().enumerate() {
+        fs::create_dir_all(folder.join(class)).expect("a new folder");
+        for number in 0..8 {
+            let file = fs::File::create(folder.join(class).join(format!("{number}.png"))).expect("a new file");
+            let mut encoder = png::Encoder::new(file, 24, 20);
+            encoder.set_color(png::ColorType::Rgb);
+            encoder.set_depth(png::BitDepth::Eight);
+            let bright = |x: usize, y: usize| if (x + y * number) / 3 % 2 == 0 { 220 } else { 130 };
+            let value = |x, y, c: usize| if c == channel { bright(x, y) } else { 20 + (number * 11 % 60) as u8 };
+            let pixels: Vec<u8> = (0..24 * 20 * 3).map(|i| value(i / 3 % 24, i / 72, i % 3)).collect();
+            encoder.write_header().expect("a header").write_image_data(&pixels).expect("its pixels");
+        }
+    }
 }
 
 /// The folder in which the program under test is called `trainyard`.

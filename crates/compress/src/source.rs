@@ -39,7 +39,7 @@ impl Source {
         let selection = selection.into();
         if path.join(files::MODEL).is_file() || selection != Selection::default() {
             let trained = open_trained_on(device, path, selection, Some(DType::F32), note)?;
-            let (spec, tokenizer) = (trained.spec.clone(), trained.tokenizer.clone());
+            let (spec, tokenizer) = (trained.spec.clone(), trained.tokenizer(path)?.clone());
             let model = Model::new(spec.clone())?;
             return Source { model, spec, tokenizer, weights: Weights::Run(Box::new(trained)) }.checked();
         }

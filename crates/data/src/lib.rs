@@ -1,5 +1,5 @@
-//! Turns text on disk into micro-batches of plain integers: corpora, tokenizers, token files,
-//! packing and loaders.
+//! Turns text and images on disk into micro-batches of plain numbers: corpora, tokenizers, token
+//! files, packing, decoding and loaders.
 //!
 //! The data pass through these modules in order:
 //!
@@ -12,6 +12,7 @@
 //! | [`prepare`] | documents, tokenizer | token files: parallel, deterministic, reused |
 //! | [`indexed`] | token files | mapped tokens: Megatron-LM's format, validated before use |
 //! | [`dataset`] | token files, specification | sample i, a pure function of i: packing, mixture |
+//! | [`images`] | class folders, tar shards | patches of images: decoded, augmented |
 //! | [`loader`] | dataset, position | micro-batches: prefetched in order; resume is a number |
 //! | [`evaluation`] | token files | every token once, for losses and bits per byte |
 //!
@@ -25,6 +26,7 @@ pub mod corpus;
 pub mod dataset;
 pub mod error;
 pub mod evaluation;
+pub mod images;
 pub mod indexed;
 pub mod loader;
 mod ordered;
@@ -41,7 +43,8 @@ pub use dataset::{
 };
 pub use error::{DataError, Result, place_of};
 pub use evaluation::{EvalBatches, EvalOptions, eval_batches, text_bytes};
+pub use images::{Augmentation, ImageEvaluation, ImageIndex, ImageSet, ImageSpec, IndexOptions, Mixed, Pixels};
 pub use indexed::{IndexedTokens, IndexedWriter, TokenType, parse_idx};
-pub use loader::{Loader, LoaderConfig};
+pub use loader::{Loader, LoaderConfig, Samples};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, Sidecar, prepare};
 pub use tokenizer::{StreamDecoder, Tokenizer, TrainProgress};

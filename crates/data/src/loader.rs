@@ -4,8 +4,9 @@
 //! A step of the whole job is a run of samples. It is cut into `world` x `accumulation_steps`
 //! micro-batches, of which rank `r` takes the `r`-th group of `accumulation_steps`. The samples of
 //! a step and their division into micro-batches are therefore the same whatever the number of
-//! ranks. Making a batch means some microseconds of copying from mapped files, so one worker is
-//! plenty and sleeps nearly always. It hides a disk that is slow now and then.
+//! ranks. Making a batch of text means some microseconds of copying from mapped files, so one worker
+//! is plenty and sleeps nearly always. It hides a disk that is slow now and then. Images are decoded
+//! by the workers, which takes milliseconds each: they need as many workers as cores are free.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
@@ -14,6 +15,92 @@ use std::time::{Duration, Instant};
 
 use crate::dataset::{Dataset, MicroBatch, Position};
 use crate::error::{DataError, Result};
+use crate::images::ImageSet;
+
+/// The samples that a loader gives out.
+#[derive(Debug, Clone)]
+pub enum Samples {
+    /// Rows of tokens.
+    Text(Arc<Dataset>),
+    /// Images of classes.
+    Images(Arc<ImageSet>),
+}
+
+impl From<Arc<Dataset>> for Samples {
+    fn from(dataset: Arc<Dataset>) -> Self {
+        Self::Text(dataset)
+    }
+}
+
+impl From<Arc<ImageSet>> for Samples {
+    fn from(images: Arc<ImageSet>) -> Self {
+        Self::Images(images)
+    }
+}
+
+impl Samples {
+    /// Samples `first..first + rows` as one micro-batch of `rows` rows.
+    ///
+    /// # Errors
+    /// The data are damaged, or hold what the model has no number for.
+    pub fn micro_batch(&self, first: u64, rows: usize) -> Result<MicroBatch> {
+        match self {
+            Self::Text(dataset) => dataset.micro_batch(first, rows),
+            Self::Images(images) => images.micro_batch(first, rows),
+        }
+    }
+
+    /// Positions of a row.
+    pub fn sequence_length(&self) -> usize {
+        match self {
+            Self::Text(dataset) => dataset.spec().sequence_length,
+            Self::Images(images) => images.spec().sequence_length(),
+        }
+    }
+
+    /// Samples until the data have been given out once.
+    pub fn samples_per_epoch(&self) -> u64 {
+        match self {
+            Self::Text(dataset) => dataset.samples_per_epoch(),
+            Self::Images(images) => images.samples_per_epoch(),
+        }
+    }
+
+    /// The number of passes over the data at `position`, with fractions.
+    pub fn passes(&self, position: Position) -> f64 {
+        match self {
+            Self::Text(dataset) => dataset.passes(position),
+            Self::Images(images) => images.passes(position),
+        }
+    }
+
+    /// Identifies the samples and their order: equal fingerprints mean equal samples.
+    pub fn fingerprint(&self) -> String {
+        match self {
+            Self::Text(dataset) => dataset.fingerprint(),
+            Self::Images(images) => images.fingerprint(),
+        }
+    }
+
+    /// Asks the kernel to bring the data into memory in the background.
+    pub fn warm(&self) {
+        match self {
+            Self::Text(dataset) => dataset.warm(),
+            Self::Images(images) => images.index().warm(),
+        }
+    }
+
+    /// Most numbers of four bytes of a row.
+    fn elements_of_row(&self) -> usize {
+        // Tokens, targets, positions, and in the worst case as many segment starts.
+        let text = 4 * self.sequence_length();
+        match self {
+            Self::Text(_) => text,
+            // The patches, and the second class with its weight.
+            Self::Images(images) => text + images.spec().patches() * images.spec().patch_len() + 2,
+        }
+    }
+}
 
 /// The way in which a rank reads a dataset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +129,7 @@ impl LoaderConfig {
 /// An endless sequence of micro-batches from a position on.
 #[derive(Debug)]
 pub struct Loader {
-    dataset: Arc<Dataset>,
+    samples: Samples,
     config: LoaderConfig,
     start: Position,
     /// Number of micro-batches delivered.
@@ -56,10 +143,11 @@ pub struct Loader {
 
 impl Loader {
     /// Starts at `position`, in constant time.
-    pub fn new(dataset: Arc<Dataset>, config: LoaderConfig, position: Position) -> Result<Self> {
-        check(&dataset, &config)?;
+    pub fn new(samples: impl Into<Samples>, config: LoaderConfig, position: Position) -> Result<Self> {
+        let samples = samples.into();
+        check(&samples, &config)?;
         let mut loader = Self {
-            dataset,
+            samples,
             config,
             start: position,
             delivered: 0,
@@ -70,8 +158,8 @@ impl Loader {
         };
         for worker in 0..config.workers {
             let (queue, receiver) = sync_channel(config.prefetch.div_ceil(config.workers).max(1));
-            let dataset = Arc::clone(&loader.dataset);
-            let work = move || fill(&dataset, &config, position, worker as u64, &queue);
+            let samples = loader.samples.clone();
+            let work = move || fill(&samples, &config, position, worker as u64, &queue);
             let spawned = thread::Builder::new().name(format!("data-{}-{worker}", config.rank)).spawn(work);
             loader.workers.push(spawned.map_err(|e| {
                 DataError::setting("workers", format!("thread {worker} could not start ({e})"), "use fewer workers")
@@ -90,7 +178,7 @@ impl Loader {
         }
         let begin = Instant::now();
         let batch = match self.config.workers as u64 {
-            0 => make(&self.dataset, &self.config, self.start, self.delivered),
+            0 => make(&self.samples, &self.config, self.start, self.delivered),
             workers => take(&self.queues[(self.delivered % workers) as usize]),
         };
         self.waited += begin.elapsed();
@@ -114,9 +202,9 @@ impl Loader {
         self.waited
     }
 
-    /// The dataset behind it.
-    pub fn dataset(&self) -> &Arc<Dataset> {
-        &self.dataset
+    /// The samples behind it.
+    pub fn samples(&self) -> &Samples {
+        &self.samples
     }
 
     /// The configuration.
@@ -127,9 +215,8 @@ impl Loader {
     /// Maximum bytes of the batches that wait in the queues and of those that workers are making.
     pub fn prefetch_bytes(&self) -> usize {
         let per_worker = self.config.prefetch.div_ceil(self.config.workers.max(1)).max(1) + 1;
-        let tokens = self.config.micro_batch_size * self.dataset.spec().sequence_length;
-        // Tokens, targets, positions, and in the worst case as many segment starts.
-        self.config.workers * per_worker * tokens * 4 * size_of::<i32>()
+        let elements = self.config.micro_batch_size * self.samples.elements_of_row();
+        self.config.workers * per_worker * elements * size_of::<i32>()
     }
 }
 
@@ -143,10 +230,10 @@ impl Drop for Loader {
     }
 }
 
-fn check(dataset: &Dataset, config: &LoaderConfig) -> Result<()> {
-    let tokens = config.micro_batch_size.saturating_mul(dataset.spec().sequence_length);
+fn check(samples: &Samples, config: &LoaderConfig) -> Result<()> {
+    let tokens = config.micro_batch_size.saturating_mul(samples.sequence_length());
     if !(1..=i32::MAX as usize).contains(&tokens) {
-        let what = format!("{} rows of {} tokens", config.micro_batch_size, dataset.spec().sequence_length);
+        let what = format!("{} rows of {} tokens", config.micro_batch_size, samples.sequence_length());
         return Err(DataError::setting("micro_batch_size", what, "take at least 1 row and at most 2^31 - 1 tokens"));
     }
     if config.accumulation_steps == 0 {
@@ -168,15 +255,15 @@ fn check(dataset: &Dataset, config: &LoaderConfig) -> Result<()> {
 }
 
 /// Micro-batch number `k` of this rank.
-fn make(dataset: &Dataset, config: &LoaderConfig, start: Position, k: u64) -> Result<MicroBatch> {
+fn make(samples: &Samples, config: &LoaderConfig, start: Position, k: u64) -> Result<MicroBatch> {
     let (step, place) = (k / config.accumulation_steps as u64, k % config.accumulation_steps as u64);
     let group = (step * config.world as u64 + config.rank as u64) * config.accumulation_steps as u64 + place;
-    dataset.micro_batch(start.samples + group * config.micro_batch_size as u64, config.micro_batch_size)
+    samples.micro_batch(start.samples + group * config.micro_batch_size as u64, config.micro_batch_size)
 }
 
 /// The loop of a worker, until an error, or until the loader is dropped.
 fn fill(
-    dataset: &Dataset,
+    samples: &Samples,
     config: &LoaderConfig,
     start: Position,
     worker: u64,
@@ -184,7 +271,7 @@ fn fill(
 ) {
     let mut k = worker;
     loop {
-        let batch = make(dataset, config, start, k);
+        let batch = make(samples, config, start, k);
         let is_last = batch.is_err();
         if queue.send(batch).is_err() || is_last {
             return;

@@ -28,7 +28,7 @@ use std::time::Instant;
 use trainyard_base::median;
 use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
-use trainyard_model::{BatchShape, BatchSlices, Model};
+use trainyard_model::{BatchSlices, Model};
 use trainyard_program::{Program, StepKind, Strategy};
 use trainyard_tensor::{Device, Purpose};
 
@@ -339,6 +339,8 @@ impl Stepper {
     /// As [`Rank::execute`].
     pub fn step(&mut self) -> Result<Timed> {
         let (rows, length) = (self.resolved.batch.micro, self.resolved.sequence_length);
+        let of_images = self.resolved.images.is_some();
+        let resolved = &self.resolved;
         let random = Stream::new(self.resolved.config.training.seed, self.step as u32);
         let mut drawn = 0;
         let vocabulary = self.vocabulary;
@@ -348,6 +350,10 @@ impl Stepper {
             &self.program,
             settings,
             |device, model| {
+                if of_images {
+                    // Grey images of the first class: kernels take the same time for all.
+                    return Ok(shape::batch_shape(resolved, model).batch(device)?);
+                }
                 let mut draw = |count: usize| -> Vec<i32> {
                     let from = drawn;
                     drawn += count as u64;
@@ -356,12 +362,7 @@ impl Stepper {
                 let (tokens, targets) = (draw(rows * length), draw(rows * length));
                 let positions: Vec<i32> = (0..rows).flat_map(|_| 0..length as i32).collect();
                 let cu_seqlens: Vec<i32> = (0..=rows).map(|row| (row * length) as i32).collect();
-                let slices = BatchSlices {
-                    tokens: &tokens,
-                    targets: Some(&targets),
-                    positions: &positions,
-                    cu_seqlens: &cu_seqlens,
-                };
+                let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
                 Ok(model.batch(device, &slices)?)
             },
             |_, _| Ok(()),
@@ -404,10 +405,6 @@ impl Drop for OffloadFolder {
     }
 }
 
-fn batch_shape(resolved: &Resolved) -> BatchShape {
-    BatchShape::uniform(resolved.batch.micro, resolved.sequence_length)
-}
-
 /// The rank's settings without a loss scale, which random tokens do not need.
 fn settings(resolved: &Resolved) -> RankSettings {
     RankSettings { scaler: LossScaler::none(), ..shape::rank_settings(resolved) }
@@ -416,7 +413,14 @@ fn settings(resolved: &Resolved) -> RankSettings {
 /// The program of `rank` without a snapshot.
 fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
     let strategy = shape::strategy(resolved, model.units().len())?;
-    shape::program(model, &batch_shape(resolved), compute_dtype(resolved), &shape::mesh(resolved), &strategy, rank)
+    shape::program(
+        model,
+        &shape::batch_shape(resolved, model),
+        compute_dtype(resolved),
+        &shape::mesh(resolved),
+        &strategy,
+        rank,
+    )
 }
 
 /// The program of `rank` and the needs of its step, predicted by executing it on the meta device.
@@ -428,7 +432,8 @@ fn program(resolved: &Resolved, model: &Model, rank: u32) -> Result<Program> {
 pub fn forecast(resolved: &Resolved, rank: u32) -> Result<(Program, StepNeeds)> {
     let model = shape::model_of(resolved, model_spec(resolved)?, rank)?;
     let program = program(resolved, &model, rank)?;
-    let prediction = predict(model, &program, &batch_shape(resolved), &settings(resolved))?;
+    let batch = shape::batch_shape(resolved, &model);
+    let prediction = predict(model, &program, &batch, &settings(resolved))?;
     Ok((program, prediction))
 }
 
@@ -440,7 +445,7 @@ pub fn forecast(resolved: &Resolved, rank: u32) -> Result<(Program, StepNeeds)> 
 pub fn forecast_of(resolved: &Resolved, kind: StepKind) -> Result<(Program, StepNeeds)> {
     let model = shape::model_of(resolved, model_spec(resolved)?, 0)?;
     let strategy = Strategy { kind, ..shape::strategy(resolved, model.units().len())? };
-    let (batch, dtype) = (batch_shape(resolved), shape::compute_dtype(resolved));
+    let (batch, dtype) = (shape::batch_shape(resolved, &model), shape::compute_dtype(resolved));
     let program = shape::program(&model, &batch, dtype, &shape::mesh(resolved), &strategy, 0)?;
     let prediction = predict(model, &program, &batch, &settings(resolved))?;
     Ok((program, prediction))

@@ -4,7 +4,8 @@ use crate::Result;
 use crate::rank::Rank;
 use trainyard_autograd::{Policy, Tape};
 use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, Tokenizer, eval_batches, text_bytes};
-use trainyard_model::{BatchSlices, Forward, Output};
+use trainyard_model::units::Hits;
+use trainyard_model::{BatchSlices, Forward, ImageSlices, MixedSlices, Output};
 use trainyard_tensor::cpu::philox::RandomKey;
 
 /// The summed losses of texts.
@@ -16,8 +17,10 @@ pub struct Evaluation {
     pub targets: u64,
     /// Bytes of the text, when all of it was read.
     pub text_bytes: Option<u64>,
-    /// Each text by itself.
+    /// Each text, or set of images, by itself.
     pub texts: Vec<TextLoss>,
+    /// The images whose class was found; None for text.
+    pub hits: Option<Hits>,
 }
 
 /// The summed losses of one text.
@@ -43,6 +46,11 @@ pub fn slices(batch: &MicroBatch) -> BatchSlices<'_> {
         targets: Some(&batch.targets),
         positions: &batch.positions,
         cu_seqlens: &batch.cu_seqlens,
+        images: batch.pixels.as_ref().map(|pixels| ImageSlices {
+            patches: &pixels.patches,
+            patch_len: pixels.patch_len,
+            mixed: pixels.mixed.as_ref().map(|mixed| MixedSlices { second: &mixed.second, weight: &mixed.weight }),
+        }),
     }
 }
 

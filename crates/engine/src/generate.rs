@@ -123,7 +123,7 @@ fn next_logits(rank: &Rank, pending: &[u32], cache: &mut KvCache) -> Result<Vec<
     let start = cache.len() as i32;
     let positions: Vec<i32> = (start..start + tokens.len() as i32).collect();
     let cu_seqlens = [0, tokens.len() as i32];
-    let slices = BatchSlices { tokens: &tokens, targets: None, positions: &positions, cu_seqlens: &cu_seqlens };
+    let slices = BatchSlices::of_text(&tokens, None, &positions, &cu_seqlens);
     let batch = rank.inference_model().batch(rank.device(), &slices)?;
     let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, RandomKey::default());
     let mut cx = Forward::generation(&batch, cache);

@@ -42,6 +42,7 @@ pub mod fp8;
 pub mod generate;
 pub mod health;
 pub mod host;
+pub mod images;
 pub mod lanes;
 pub mod largest;
 pub mod lasting_faults;

@@ -11,12 +11,12 @@ use crate::predict::{StepNeeds, predict};
 use crate::shape;
 use crate::state::does_not_fit;
 use trainyard_base::format_bytes;
-use trainyard_model::{BatchShape, ModelSpec};
+use trainyard_model::ModelSpec;
 
 /// The needs of a step under `resolved`, on rank `rank`.
 pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<StepNeeds> {
     let model = shape::model_of(resolved, spec.clone(), rank)?;
-    let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
+    let batch = shape::batch_shape(resolved, &model);
     let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, rank)?;

@@ -4,7 +4,8 @@ use crate::session::files;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
 use trainyard_data::Tokenizer;
-use trainyard_model::{ModelError, gguf};
+use trainyard_model::weights::PREPROCESSOR;
+use trainyard_model::{ModelError, gguf, hf};
 
 /// The text of the `config.json` of the model at `path`: that of a folder, or what the metadata of
 /// a GGUF file says, as such a text.
@@ -29,6 +30,25 @@ pub fn companion(path: &Path, name: &str) -> PathBuf {
         Some(folder) => folder.join(name),
         None => path.join(name),
     }
+}
+
+/// The description of the model at `path`, with notes on keys that are not used. That of a model of
+/// images has the preprocessing of its `preprocessor_config.json`, if there is one.
+///
+/// # Errors
+/// A configuration that cannot be read or is not supported.
+pub(crate) fn description(path: &Path) -> Result<hf::Imported> {
+    let mut imported = hf::from_config_json(&config_text(path)?).map_err(ModelError::from)?;
+    let file = path.join(PREPROCESSOR);
+    if let Some(image) = imported.spec.image.as_mut().filter(|_| file.is_file()) {
+        let text = std::fs::read_to_string(&file).map_err(|source| EngineError::File {
+            what: "cannot read",
+            path: file.display().to_string(),
+            source,
+        })?;
+        imported.notes.extend(hf::read_preprocessor(&text, image).map_err(ModelError::from)?);
+    }
+    Ok(imported)
 }
 
 /// True if the model at `path` comes with a tokenizer.

@@ -93,18 +93,24 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
             return Err(does_not_fit(format!("{origin}: {key} has no effect on a run that goes on: {why}")));
         }
     }
-    // The run's copy of the tokenizer. The file that it came from may have changed.
-    let tokenizer = folder.join(files::TOKENIZER);
-    let vocabulary = Tokenizer::load(&tokenizer)?.vocab_size();
-    config.tokenizer.path = Some(tokenizer);
-    config.tokenizer.kind = None;
-    config.tokenizer.vocab_size = None;
     let run = read_spec(folder)?;
+    let mut inputs = Inputs::of_this_machine();
+    match &run.image {
+        Some(image) => inputs.classes = Some(image.labels.clone()),
+        None => {
+            // The run's copy of the tokenizer. The file that it came from may have changed.
+            let tokenizer = folder.join(files::TOKENIZER);
+            inputs.tokenizer_vocabulary = Some(Tokenizer::load(&tokenizer)?.vocab_size());
+            config.tokenizer.path = Some(tokenizer);
+            config.tokenizer.kind = None;
+            config.tokenizer.vocab_size = None;
+        }
+    }
     if config.model.path.is_none() && matches!(config.origin("training.sequence_length"), Origin::Set(_)) {
         // The model keeps its maximum length, though its default follows training.sequence_length.
         config.model.max_sequence_length.get_or_insert(run.max_positions);
     }
-    let inputs = Inputs { tokenizer_vocabulary: Some(vocabulary), ..inputs_for(&config, Inputs::of_this_machine())? };
+    let inputs = inputs_for(&config, inputs)?;
     let asked = spec_of(&config.resolve_model(&inputs)?, &config)?;
     check_model(folder, &run, &asked, model_change)?;
     Ok(config)

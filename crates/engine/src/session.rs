@@ -7,6 +7,7 @@ use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrai
 use crate::corpora::Corpora;
 use crate::distill;
 use crate::early_stopping::EarlyStopping;
+use crate::images::{HeldBack, ImageCorpora};
 use crate::limit::{self, Copies};
 use crate::links::Links;
 use crate::measured::Measured;
@@ -27,10 +28,10 @@ use crate::world::{first_then_others, from_first, patient, ranks_here};
 use crate::{EngineError, Result};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use trainyard_comm::Communicator;
-use trainyard_data::{Dataset, IndexedTokens, Position, Tokenizer};
-use trainyard_model::{BatchShape, Model, ParameterSpec, hf};
+use trainyard_data::{IndexedTokens, Position, Samples, Tokenizer};
+use trainyard_model::{Model, ModelSpec, ParameterSpec};
 use trainyard_program::{Program, StepKind};
 use trainyard_record::programs::Predicted;
 use trainyard_tensor::cpu::{Cpu, Isa};
@@ -58,13 +59,15 @@ pub struct Session {
     pub folder: PathBuf,
     /// The configuration.
     pub resolved: Resolved,
-    /// The tokenizer.
-    pub tokenizer: Tokenizer,
+    /// The tokenizer; None for images.
+    pub tokenizer: Option<Tokenizer>,
     /// Training samples.
-    pub dataset: Arc<Dataset>,
+    pub dataset: Samples,
     /// Validation text.
     pub validation: Vec<IndexedTokens>,
-    /// The names of its texts.
+    /// Validation images.
+    pub held_back: Vec<HeldBack>,
+    /// The names of the validation texts or of the sets of images.
     pub validation_names: Vec<String>,
     /// Communicator of all ranks of the run, for exchanges outside of steps.
     pub world: Communicator,
@@ -96,13 +99,13 @@ impl Session {
     /// `world` call this together, like all functions here.
     pub fn create(config: &Config, world: Communicator, mut note: impl FnMut(&str)) -> Result<Session> {
         same_on_all_ranks::check(config, &world)?;
-        let (resolved, corpora) = first_then_others(&world, || resolve(config, &world, &mut note))?;
+        let (resolved, data) = first_then_others(&world, || resolve(config, &world, &mut note))?;
         let folder = from_first(&world, || Ok(new_folder(&resolved)?.into_os_string().into_encoded_bytes()))?;
         let folder =
             PathBuf::from(String::from_utf8(folder).map_err(|_| does_not_fit("the run's folder is not UTF-8"))?);
         let is_first = world.rank() == 0;
         let make = || {
-            let mut session = Session::build(folder.clone(), resolved, corpora, world, &mut note)?;
+            let mut session = Session::build(folder.clone(), resolved, data, world, &mut note)?;
             session.load_pretrained(&mut note)?;
             session.check_room(&mut note)?;
             if session.is_first() {
@@ -137,8 +140,8 @@ impl Session {
         let folder = going_on.folder;
         let config = Session::configuration(going_on)?;
         same_on_all_ranks::check(&config, &world)?;
-        let (resolved, corpora) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
-        let mut session = Session::build(folder.to_owned(), resolved, corpora, world, &mut note)?;
+        let (resolved, data) = first_then_others(&world, || resolve(&config, &world, &mut note))?;
+        let mut session = Session::build(folder.to_owned(), resolved, data, world, &mut note)?;
         let from = from_first(&session.world, || {
             // Opening removes the remains of a crash, and restores a checkpoint whose replacement
             // was interrupted.
@@ -198,7 +201,7 @@ impl Session {
     fn build(
         folder: PathBuf,
         resolved: Resolved,
-        corpora: Corpora,
+        data: Data,
         world: Communicator,
         note: &mut impl FnMut(&str),
     ) -> Result<Session> {
@@ -210,24 +213,13 @@ impl Session {
             )));
         }
         let spec = model_spec(&resolved)?;
-        if let Some(teacher) = &resolved.config.distillation.teacher {
-            distill::check_tokenizer(teacher, &corpora.tokenizer)?;
-        }
         shape::check_device(&resolved, &spec)?;
         crate::shape::model_notes(&resolved, &spec).iter().for_each(|line| note(line));
-        if corpora.tokenizer.vocab_size() > spec.vocab_size {
-            return Err(does_not_fit(format!(
-                "the tokenizer has {} tokens, but the model's vocabulary is {}: they belong to different models",
-                corpora.tokenizer.vocab_size(),
-                spec.vocab_size
-            )));
-        }
-        let dataset = corpora.dataset(&resolved, spec.vocab_size)?;
-        let (validation, validation_names) = (corpora.validation()?, corpora.validation_names());
+        let Opened { tokenizer, dataset, validation, held_back, validation_names } = data.opened(&resolved, &spec)?;
         let dtype = compute_dtype(&resolved);
         let own = world.rank() as u32;
         let model = shape::model_of(&resolved, spec.clone(), own)?;
-        let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
+        let batch = shape::batch_shape(&resolved, &model);
         let shape = shape::model_shape(&model, &batch, dtype)?;
         let strategy = shape::strategy(&resolved, model.units().len())?;
         let own_programs = |strategy| shape::programs(&shape, &shape::mesh(&resolved), strategy, world.rank() as u32);
@@ -320,15 +312,15 @@ impl Session {
             early_stopping: EarlyStopping::default(),
             history: Default::default(),
             dataset: dataset.fingerprint(),
-            tokenizer: corpora.tokenizer.fingerprint(),
+            tokenizer: tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.fingerprint().to_owned()),
         };
-        let tokenizer = corpora.tokenizer;
         Ok(Session {
             folder,
             resolved,
             tokenizer,
             dataset,
             validation,
+            held_back,
             validation_names,
             world,
             rank,
@@ -441,9 +433,18 @@ impl Session {
         Position { samples: self.state.samples }
     }
 
+    /// True if there is something to validate on.
+    pub fn validates(&self) -> bool {
+        !(self.validation.is_empty() && self.held_back.is_empty())
+    }
+
     /// Number of passes over each corpus of the training data so far.
     pub fn epochs(&self) -> Vec<f64> {
-        (0..self.dataset.corpora().len()).map(|corpus| self.dataset.epochs(corpus, self.position())).collect()
+        let position = self.position();
+        match &self.dataset {
+            Samples::Text(text) => (0..text.corpora().len()).map(|corpus| text.epochs(corpus, position)).collect(),
+            Samples::Images(images) => vec![images.passes(position)],
+        }
     }
 
     fn write(&self, name: &str, text: String) -> Result<()> {
@@ -519,7 +520,9 @@ impl Session {
     }
 
     fn write_files(&self) -> Result<()> {
-        self.tokenizer.save(&self.folder.join(files::TOKENIZER))?;
+        if let Some(tokenizer) = &self.tokenizer {
+            tokenizer.save(&self.folder.join(files::TOKENIZER))?;
+        }
         self.keep_generation()?;
         let spec = self.rank.model().spec().expect("a run's model is of a built-in family");
         self.write(files::MODEL, spec_text(spec))?;
@@ -615,14 +618,66 @@ pub(crate) fn tiers(resolved: &Resolved, program: &Program, device: &Device, fol
 
 /// Resolves the configuration in two passes: once to open the data and tokenizer, and again with
 /// the tokenizer's vocabulary and the data's size.
-pub fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str)) -> Result<(Resolved, Corpora)> {
+fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str)) -> Result<(Resolved, Data)> {
     let mut inputs = inputs_for(config, crate::world::inputs(world))?;
     let first = config.resolve(&inputs)?;
     crate::device::check(&first, world)?;
+    if first.images.is_some() {
+        let labels = inputs.pretrained.as_ref().and_then(|pretrained| Some(pretrained.image.as_ref()?.labels.clone()));
+        let images = ImageCorpora::open(&first, labels)?;
+        images.notes.iter().for_each(|line| note(line));
+        inputs.classes = Some(images.classes().to_vec());
+        inputs.sequences_per_epoch = Some(images.images_per_epoch());
+        return Ok((config.resolve(&inputs)?, Data::Images(images)));
+    }
     let corpora = Corpora::open(&first, &mut *note)?;
     inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
     inputs.sequences_per_epoch = Some(corpora.sequences_per_epoch(&first)?);
-    Ok((config.resolve(&inputs)?, corpora))
+    Ok((config.resolve(&inputs)?, Data::Text(corpora)))
+}
+
+/// The data of a run, found or made, but not yet opened for a model.
+enum Data {
+    Text(Corpora),
+    Images(ImageCorpora),
+}
+
+/// The data of a run, opened.
+struct Opened {
+    tokenizer: Option<Tokenizer>,
+    dataset: Samples,
+    validation: Vec<IndexedTokens>,
+    held_back: Vec<HeldBack>,
+    validation_names: Vec<String>,
+}
+
+impl Data {
+    /// Opens the data for a model of this description.
+    fn opened(self, resolved: &Resolved, spec: &ModelSpec) -> Result<Opened> {
+        let corpora = match self {
+            Data::Text(corpora) => corpora,
+            Data::Images(images) => {
+                let (dataset, held_back) = images.into_sets(resolved)?;
+                let validation_names = held_back.iter().map(|set| set.name.clone()).collect();
+                let (tokenizer, dataset, validation) = (None, dataset.into(), Vec::new());
+                return Ok(Opened { tokenizer, dataset, validation, held_back, validation_names });
+            }
+        };
+        if let Some(teacher) = &resolved.config.distillation.teacher {
+            distill::check_tokenizer(teacher, &corpora.tokenizer)?;
+        }
+        if corpora.tokenizer.vocab_size() > spec.vocab_size {
+            return Err(does_not_fit(format!(
+                "the tokenizer has {} tokens, but the model's vocabulary is {}: they belong to different models",
+                corpora.tokenizer.vocab_size(),
+                spec.vocab_size
+            )));
+        }
+        let dataset = corpora.dataset(resolved, spec.vocab_size)?.into();
+        let (validation, validation_names) = (corpora.validation()?, corpora.validation_names());
+        let (tokenizer, held_back) = (Some(corpora.tokenizer), Vec::new());
+        Ok(Opened { tokenizer, dataset, validation, held_back, validation_names })
+    }
 }
 
 /// Adds the properties of the model folder that `config` names to the inputs.
@@ -654,9 +709,9 @@ pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
             path.display()
         )));
     }
-    let text = pretrained::config_text(path)?;
-    let spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
-    Ok(Pretrained { vocab_size: spec.vocab_size, max_sequence_length: spec.max_positions, layers: spec.layers })
+    let ModelSpec { vocab_size, max_positions: max_sequence_length, layers, image, .. } =
+        pretrained::description(path)?.spec;
+    Ok(Pretrained { vocab_size, max_sequence_length, layers, image })
 }
 
 /// Creates the run's folder: `DIRECTORY/NAME`, or without a name the first free one of `run-001`,

@@ -10,7 +10,7 @@ use crate::constraints::Pruning;
 use crate::fp8::{Fp8Settings, check_sizes, layers};
 use crate::power_sgd::matrices;
 use crate::precision::LossScaler;
-use crate::pretrained::config_text;
+use crate::pretrained::description;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
@@ -108,8 +108,7 @@ pub(crate) fn spec_of(source: &ModelSource, config: &Config) -> Result<ModelSpec
     match source {
         ModelSource::Shape(shape) => from_shape(shape),
         ModelSource::HuggingFace { path, .. } => {
-            let text = config_text(path)?;
-            let mut spec = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?.spec;
+            let mut spec = description(path)?.spec;
             spec.dropout = config.model.dropout;
             balance(&mut spec, &config.experts)?;
             Ok(spec)
@@ -192,6 +191,8 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
         init_std: shape.init_std,
         mup_base_dim: shape.mup_base_dim,
         experts: shape.experts.clone(),
+        max_positions,
+        image: shape.image.clone(),
         ..usual
     })
 }
@@ -201,8 +202,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
 pub fn model_notes(resolved: &Resolved, spec: &ModelSpec) -> Vec<String> {
     let mut notes = match &resolved.model {
         ModelSource::HuggingFace { path, .. } => {
-            let text = config_text(path).unwrap_or_default();
-            hf::from_config_json(&text).map_or_else(|_| Vec::new(), |imported| imported.notes)
+            description(path).map_or_else(|_| Vec::new(), |imported| imported.notes)
         }
         ModelSource::Shape(_) => Vec::new(),
     };
@@ -231,6 +231,12 @@ pub fn fp8(resolved: &Resolved) -> Option<Fp8Settings> {
         history: precision.fp8_amax_history.unwrap_or(FP8_AMAX_HISTORY) as usize,
         margin: precision.fp8_margin.unwrap_or(0) as u32,
     })
+}
+
+/// The shape of a micro-batch of `model`.
+pub fn batch_shape(resolved: &Resolved, model: &Model) -> BatchShape {
+    let mixed = resolved.images.as_ref().is_some_and(|images| images.augmentation.mixes());
+    BatchShape { mixed, ..model.batch_shape(resolved.batch.micro, resolved.sequence_length) }
 }
 
 /// The activations that each unit keeps for backward. The checkpoint mode and its overrides apply
@@ -277,8 +283,7 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
             shape.output_bytes = 0;
         }
     }
-    // Tokens, targets and positions are i32.
-    Ok(ModelShape { units, batch_bytes: 12 * batch.tokens() as u64 })
+    Ok(ModelShape { units, batch_bytes: batch.bytes() })
 }
 
 /// Bytes of the rows that a unit sends to the ranks of its experts in a forward: those of all

@@ -30,8 +30,8 @@ use trainyard_tensor::{DType, Device};
 pub struct Trained {
     /// The model with its parameters.
     pub rank: Rank,
-    /// Its tokenizer.
-    pub tokenizer: Tokenizer,
+    /// Its tokenizer; None for a model of images.
+    pub tokenizer: Option<Tokenizer>,
     /// Its description.
     pub spec: ModelSpec,
     /// The run that trained it; None for a Hugging Face folder.
@@ -150,17 +150,23 @@ pub fn open_trained_on(
         return open_hugging_face(folder, device, dtype, &mut note);
     }
     let mut spec = read_spec(folder)?;
-    let tokenizer = Tokenizer::load(&folder.join(files::TOKENIZER))?;
+    check_tried(device, &spec)?;
+    let of_text = spec.image.is_none();
+    let tokenizer = of_text.then(|| Tokenizer::load(&folder.join(files::TOKENIZER))).transpose()?;
     let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
     let longest = spec.max_positions;
-    let sequence_length = config.training.sequence_length.unwrap_or_else(|| usual_sequence_length(longest));
+    let usual = || if of_text { usual_sequence_length(longest) } else { longest };
+    let sequence_length = config.training.sequence_length.unwrap_or_else(usual);
     if !(1..=longest).contains(&sequence_length) {
         return Err(does_not_fit(format!(
             "{}: training.sequence_length = {sequence_length}, and the model takes 1 to {longest} tokens",
             folder.join(files::CONFIG).display()
         )));
     }
-    if let Some(eos) = tokenizer.eos().filter(|eos| config.model.path.is_none() && !spec.eos_tokens.contains(eos)) {
+    let unknown = |eos: &u32| config.model.path.is_none() && !spec.eos_tokens.contains(eos);
+    if let Some(tokenizer) = &tokenizer
+        && let Some(eos) = tokenizer.eos().filter(unknown)
+    {
         // A model shape has no end token, or that of the model it is named after. Users of an
         // export need this run's end token to stop at.
         (spec.bos_token, spec.eos_tokens) = (tokenizer.bos().or(Some(eos)), vec![eos]);
@@ -237,7 +243,9 @@ fn open_hugging_face(
     dtype: Option<DType>,
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
-    let (spec, tokenizer) = open_description(folder, &mut *note)?;
+    let spec = read_description(folder, &mut *note)?;
+    check_tried(device, &spec)?;
+    let tokenizer = spec.image.is_none().then(|| pretrained::tokenizer(folder)).transpose()?;
     let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
     for line in load_weights(&mut rank, folder, None)? {
         note(&line);
@@ -251,7 +259,11 @@ fn open_hugging_face(
 /// # Errors
 /// `folder` is neither, its configuration is not supported, or it has no tokenizer.
 pub fn open_description(folder: &Path, note: impl FnMut(&str)) -> Result<(ModelSpec, Tokenizer)> {
-    Ok((read_description(folder, note)?, pretrained::tokenizer(folder)?))
+    let spec = read_description(folder, note)?;
+    if spec.image.is_some() {
+        return Err(has_no_tokenizer(folder));
+    }
+    Ok((spec, pretrained::tokenizer(folder)?))
 }
 
 fn read_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<ModelSpec> {
@@ -265,11 +277,10 @@ fn read_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<ModelSp
             hub.map_or(String::new(), |hint| format!("; {hint}"))
         ))
     };
-    let text = match gguf::is_gguf(folder) {
-        true => pretrained::config_text(folder)?,
-        false => std::fs::read_to_string(folder.join("config.json")).map_err(unreadable)?,
-    };
-    let hf::Imported { spec, notes } = hf::from_config_json(&text).map_err(trainyard_model::ModelError::from)?;
+    if !gguf::is_gguf(folder) {
+        std::fs::metadata(folder.join("config.json")).map_err(unreadable)?;
+    }
+    let hf::Imported { spec, notes } = pretrained::description(folder)?;
     notes.iter().for_each(|line| note(line));
     Ok(spec)
 }
@@ -330,7 +341,32 @@ impl TrainedRun {
     }
 }
 
+/// Checks that models of this kind have been tried on a kind of device.
+fn check_tried(device: &Device, spec: &ModelSpec) -> Result<()> {
+    match spec.image.is_some() && device.as_cuda().is_some() {
+        true => Err(does_not_fit("models of images have not been tried on a GPU: use --device cpu")),
+        false => Ok(()),
+    }
+}
+
+/// The error of a use of a model of images that needs tokens.
+fn has_no_tokenizer(model: &Path) -> EngineError {
+    does_not_fit(format!(
+        "{} is a model of images: it has no tokenizer, and makes and reads no text; `trainyard eval` and `trainyard export` \
+         take it",
+        model.display()
+    ))
+}
+
 impl Trained {
+    /// Its tokenizer.
+    ///
+    /// # Errors
+    /// A model of images has none.
+    pub fn tokenizer(&self, model: &Path) -> Result<&Tokenizer> {
+        self.tokenizer.as_ref().ok_or_else(|| has_no_tokenizer(model))
+    }
+
     /// The f32 values of a parameter. Those of a frozen one are rounded to the dtype of forward.
     ///
     /// # Errors

@@ -31,7 +31,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_comm::Communicator;
-use trainyard_data::{Loader, LoaderConfig};
+use trainyard_data::{Loader, LoaderConfig, Samples};
 use trainyard_program::StepKind;
 use trainyard_tensor::{Purpose, TensorError};
 
@@ -250,9 +250,9 @@ impl<'s> Run<'s> {
                 None
             }
         };
-        match session.resolved.config.data.warm {
-            true => session.dataset.read_ahead()?,
-            false => session.dataset.warm(),
+        match (&session.dataset, session.resolved.config.data.warm) {
+            (Samples::Text(text), true) => text.read_ahead()?,
+            _ => session.dataset.warm(),
         }
         let limits = session.resolved.limits;
         let steps = session.state.schedule_steps;
@@ -419,7 +419,7 @@ impl<'s> Run<'s> {
 
     fn evaluates_after(&self, step: u64) -> bool {
         let interval = self.session.resolved.config.evaluation.interval_steps;
-        !self.session.validation.is_empty() && interval.is_some_and(|n| step.is_multiple_of(n))
+        self.session.validates() && interval.is_some_and(|n| step.is_multiple_of(n))
     }
 
     /// Executes the step program.
@@ -522,6 +522,7 @@ impl<'s> Run<'s> {
             tokens: session.state.tokens,
             epoch: session.dataset.passes(session.position()),
             tps,
+            images_per_s: session.resolved.images.as_ref().map(|images| tps / images.positions() as f64),
             tflops,
             mfu,
             step_s,
@@ -632,7 +633,7 @@ impl<'s> Run<'s> {
             self.saved = (step, Instant::now());
         }
         let evaluate = ending != Ending::Interrupted && self.evaluated != Some(step);
-        if evaluate && !self.session.validation.is_empty() && !self.evaluate()? {
+        if evaluate && self.session.validates() && !self.evaluate()? {
             ending = Ending::Interrupted;
         }
         if let Some(recorder) = &mut self.recorder {

@@ -69,8 +69,7 @@ fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -
     let (tokens, targets) = (at(0), at(1));
     let positions: Vec<i32> = (0..rows).flat_map(|_| 0..LENGTH as i32).collect();
     let cu_seqlens: Vec<i32> = (0..=rows).map(|row| (row * LENGTH) as i32).collect();
-    let slices =
-        BatchSlices { tokens: &tokens, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
     model.batch(device, &slices).unwrap()
 }
 

@@ -47,22 +47,18 @@ fn packed_documents_have_the_loss_of_documents_alone() {
             3 * rows < 2 * documents.len() && packed.targets_counted() < rows * LENGTH,
             "rows are shared and padded"
         );
-        let (together, counted) = loss(&BatchSlices {
-            tokens: &packed.tokens,
-            targets: Some(&packed.targets),
-            positions: &packed.positions,
-            cu_seqlens: &packed.cu_seqlens,
-        });
+        let (together, counted) =
+            loss(&BatchSlices::of_text(&packed.tokens, Some(&packed.targets), &packed.positions, &packed.cu_seqlens));
         let (mut alone, mut counted_alone) = (0.0, 0);
         for document in &documents {
             let tokens: Vec<i32> = document.iter().map(|token| *token as i32).collect();
             let inputs = tokens.len() - 1;
-            let (loss, counted) = loss(&BatchSlices {
-                tokens: &tokens[..inputs],
-                targets: Some(&tokens[1..]),
-                positions: &(0..inputs as i32).collect::<Vec<_>>(),
-                cu_seqlens: &[0, inputs as i32],
-            });
+            let (loss, counted) = loss(&BatchSlices::of_text(
+                &tokens[..inputs],
+                Some(&tokens[1..]),
+                &(0..inputs as i32).collect::<Vec<_>>(),
+                &[0, inputs as i32],
+            ));
             (alone, counted_alone) = (alone + loss, counted_alone + counted);
         }
         assert_eq!(counted, counted_alone);

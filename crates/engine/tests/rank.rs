@@ -62,8 +62,7 @@ fn batch(device: &Device, model: &Model, text: Text, step: u64, rows: std::ops::
     let targets: Vec<i32> = texts.iter().flat_map(|t| t[1..].to_vec()).collect();
     let positions: Vec<i32> = rows.clone().flat_map(|_| 0..LENGTH as i32).collect();
     let cu_seqlens: Vec<i32> = (0..=rows.len()).map(|r| (r * LENGTH) as i32).collect();
-    let slices =
-        BatchSlices { tokens: &tokens, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
     model.batch(device, &slices).unwrap()
 }
 

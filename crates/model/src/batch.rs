@@ -3,8 +3,12 @@
 //! Sequences are packed one after another into one row of m tokens. `cu_seqlens` holds the start of
 //! each, `[0, …, m]`, and attention stays within them. There is no padding and no mask, so unequal
 //! lengths cost nothing.
+//!
+//! An image is a sequence too: the position of its class token, then its patches. Its target is its
+//! class, at the position of the class token.
 
 use crate::split::ContextSplit;
+use crate::units::PatchEmbedding;
 use crate::{ModelError, Result};
 use std::ops::Range;
 use trainyard_tensor::ops::{ContextSegments, Segments};
@@ -24,14 +28,49 @@ pub struct BatchSlices<'a> {
     pub positions: &'a [i32],
     /// The starts of sequences, and finally m.
     pub cu_seqlens: &'a [i32],
+    /// The images, each a sequence; None for text.
+    pub images: Option<ImageSlices<'a>>,
+}
+
+/// The images of a micro-batch. Their tokens have no meaning.
+#[derive(Clone, Copy, Debug)]
+pub struct ImageSlices<'a> {
+    /// The patches of all images, [images x patches, patch_len].
+    pub patches: &'a [f32],
+    /// Numbers of a patch: channels x rows x columns.
+    pub patch_len: usize,
+    /// The second class of each image, if images are mixed.
+    pub mixed: Option<MixedSlices<'a>>,
+}
+
+/// The second classes of mixed images.
+#[derive(Clone, Copy, Debug)]
+pub struct MixedSlices<'a> {
+    /// The other class of each image.
+    pub second: &'a [i32],
+    /// The weight of each image's own class, from 0 to 1; the other class has the rest.
+    pub weight: &'a [f32],
+}
+
+impl<'a> BatchSlices<'a> {
+    /// A micro-batch of text.
+    pub fn of_text(
+        tokens: &'a [i32],
+        targets: Option<&'a [i32]>,
+        positions: &'a [i32],
+        cu_seqlens: &'a [i32],
+    ) -> BatchSlices<'a> {
+        BatchSlices { tokens, targets, positions, cu_seqlens, images: None }
+    }
 }
 
 /// A micro-batch on the device, or this rank's part of one; its memory counts as [`Purpose::Data`].
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// i32 [m], or as many as this rank has of them.
+    /// i32 [m], or as many as this rank has of them; of images, the kind of each row
+    /// ([`PatchEmbedding::CLASS`], [`PatchEmbedding::PATCH`]).
     pub tokens: Tensor,
-    /// i32 [m].
+    /// i32 [m]; of images, None: see [`ImageBatch::classes`].
     pub targets: Option<Tensor>,
     /// i32 [m].
     pub positions: Tensor,
@@ -43,6 +82,112 @@ pub struct Batch {
     pub positions_end: usize,
     /// The part of the micro-batch that is here, if ranks of a context-parallel group divide it.
     pub part: Option<BatchPart>,
+    /// The images, each a sequence; None for text.
+    pub images: Option<ImageBatch>,
+}
+
+/// The images of a micro-batch on the device.
+#[derive(Clone, Debug)]
+pub struct ImageBatch {
+    /// Patches as rows, and zeros in the rows of class tokens: f32 [m, patch_len].
+    pub patches: Tensor,
+    /// The row of each image's class token, i32 [images].
+    pub rows: Tensor,
+    /// The class of each image, i32 [images], or [`IGNORED`].
+    pub classes: Option<Tensor>,
+    /// The classes of mixed images with their weights.
+    pub mixed: Option<MixedBatch>,
+}
+
+/// The classes of mixed images.
+#[derive(Clone, Debug)]
+pub struct MixedBatch {
+    /// The two classes of each image, i32 [images, 2].
+    pub pairs: Tensor,
+    /// Their weights, which sum to 1: f32 [images, 2].
+    pub weights: Tensor,
+}
+
+impl ImageBatch {
+    fn new(
+        device: &Device,
+        slices: &BatchSlices<'_>,
+        images: &ImageSlices<'_>,
+        vocab_size: usize,
+    ) -> Result<ImageBatch> {
+        let fail = |problem: String| Err(ModelError::Batch(problem));
+        let (m, starts) = (slices.tokens.len(), &slices.cu_seqlens[..slices.cu_seqlens.len() - 1]);
+        let (count, width) = (starts.len(), images.patch_len);
+        if width == 0 || images.patches.len() != (m - count) * width {
+            return fail(format!(
+                "{} numbers of patches of {width} for {count} images of {m} positions, class tokens included",
+                images.patches.len()
+            ));
+        }
+        let mut rows = vec![0.0; m * width];
+        let mut from = images.patches;
+        for bounds in slices.cu_seqlens.windows(2) {
+            let (start, end) = (bounds[0] as usize, bounds[1] as usize);
+            let (own, rest) = from.split_at((end - start - 1) * width);
+            rows[(start + 1) * width..end * width].copy_from_slice(own);
+            from = rest;
+        }
+        let put = |data: &[i32]| device.tensor([count], data, Purpose::Data);
+        let classes: Option<Vec<i32>> =
+            slices.targets.map(|targets| starts.iter().map(|start| targets[*start as usize]).collect());
+        let mixed = match (&images.mixed, &classes) {
+            (Some(mixed), Some(classes)) => Some(MixedBatch::new(device, mixed, classes, vocab_size)?),
+            (Some(_), None) => return fail("mixed images without classes".into()),
+            (None, _) => None,
+        };
+        Ok(ImageBatch {
+            patches: device.tensor([m, width], &rows, Purpose::Data)?,
+            rows: put(starts)?,
+            classes: classes.as_deref().map(put).transpose()?,
+            mixed,
+        })
+    }
+
+    fn overwrite(&mut self, other: &ImageBatch) -> Result<()> {
+        self.patches.copy_from(&other.patches)?;
+        self.rows.copy_from(&other.rows)?;
+        if let (Some(classes), Some(other)) = (&mut self.classes, &other.classes) {
+            classes.copy_from(other)?;
+        }
+        match (&mut self.mixed, &other.mixed) {
+            (Some(mixed), Some(other)) => {
+                mixed.pairs.copy_from(&other.pairs)?;
+                mixed.weights.copy_from(&other.weights)?;
+            }
+            (None, None) => {}
+            _ => return Err(ModelError::Batch("one batch has mixed images, and one has none".into())),
+        }
+        Ok(())
+    }
+}
+
+impl MixedBatch {
+    fn new(device: &Device, mixed: &MixedSlices<'_>, classes: &[i32], vocab_size: usize) -> Result<MixedBatch> {
+        let (count, MixedSlices { second, weight }) = (classes.len(), *mixed);
+        let fail = |problem: String| Err(ModelError::Batch(problem));
+        if second.len() != count || weight.len() != count {
+            let found = format!("{} second classes and {} weights", second.len(), weight.len());
+            return fail(format!("{found} for {count} mixed images"));
+        }
+        let outside = |class: &&i32| **class < 0 || **class as usize >= vocab_size;
+        if let Some(class) = classes.iter().chain(second).find(outside) {
+            return fail(format!("class {class} of a mixed image in a model of {vocab_size} classes"));
+        }
+        if let Some(weight) = weight.iter().find(|weight| !(0.0..=1.0).contains(*weight)) {
+            return fail(format!("the weight {weight} of a mixed image's class is not between 0 and 1"));
+        }
+        let pairs: Vec<i32> = classes.iter().zip(second).flat_map(|(first, second)| [*first, *second]).collect();
+        let weights: Vec<f32> = weight.iter().flat_map(|weight| [*weight, 1.0 - weight]).collect();
+        Ok(MixedBatch {
+            pairs: device.tensor([count, 2], &pairs, Purpose::Data)?,
+            weights: device.tensor([count, 2], &weights, Purpose::Data)?,
+        })
+    }
 }
 
 /// A rank's part of a micro-batch that the ranks of a context-parallel group divide.
@@ -78,7 +223,7 @@ impl Batch {
         positions_max: Option<usize>,
         context: ContextSplit,
     ) -> Result<Batch> {
-        let BatchSlices { tokens, targets, positions, cu_seqlens } = *slices;
+        let BatchSlices { tokens, targets, positions, cu_seqlens, images } = *slices;
         let m = tokens.len();
         let fail = |problem: String| Err(ModelError::Batch(problem));
         if m == 0 {
@@ -93,7 +238,7 @@ impl Batch {
             return fail(format!("cu_seqlens must rise from 0 to the number of tokens, {m}; it is {cu_seqlens:?}"));
         }
         let outside = |id: i32| id < 0 || id as usize >= vocab_size;
-        if let Some(at) = tokens.iter().position(|id| outside(*id)) {
+        if let Some(at) = tokens.iter().position(|id| outside(*id)).filter(|_| images.is_none()) {
             return fail(format!("token {} at {at} is outside of the vocabulary of {vocab_size}", tokens[at]));
         }
         let mut counted = 0;
@@ -103,6 +248,11 @@ impl Batch {
             }
             if outside(*target) {
                 return fail(format!("target {target} at {at} is outside of the vocabulary of {vocab_size}"));
+            }
+            if images.is_some() && positions[at] != 0 {
+                return fail(format!(
+                    "target {target} at {at}, which is a patch: an image's class is its class token's"
+                ));
             }
             counted += 1;
         }
@@ -114,6 +264,25 @@ impl Batch {
             return fail(format!("position {last} in a model with {limit} positions: use shorter sequences"));
         }
         let segments = Segments::new(cu_seqlens)?;
+        let put = |data: &[i32]| device.tensor([data.len()], data, Purpose::Data);
+        let positions_end = last as usize + 1;
+        if let Some(images) = &images {
+            if context.ranks > 1 {
+                return fail("images are not divided over context-parallel ranks".into());
+            }
+            let kind = |position: &i32| if *position == 0 { PatchEmbedding::CLASS } else { PatchEmbedding::PATCH };
+            let kinds: Vec<i32> = positions.iter().map(kind).collect();
+            return Ok(Batch {
+                tokens: put(&kinds)?,
+                targets: None,
+                positions: put(positions)?,
+                segments,
+                counted,
+                positions_end,
+                part: None,
+                images: Some(ImageBatch::new(device, slices, images, vocab_size)?),
+            });
+        }
         if context.ranks > 1 {
             let rows = context.rows_of(context.rank, m)?;
             let keys = ContextSegments::new(cu_seqlens, &rows, context.gathered(m)?)?;
@@ -128,19 +297,20 @@ impl Batch {
                 positions: put(positions)?,
                 segments,
                 counted: targets.map_or(0, own),
-                positions_end: last as usize + 1,
+                positions_end,
                 part: Some(BatchPart { rows, keys }),
+                images: None,
             });
         }
-        let put = |data: &[i32]| device.tensor([data.len()], data, Purpose::Data);
         Ok(Batch {
             tokens: put(tokens)?,
             targets: targets.map(put).transpose()?,
             positions: put(positions)?,
             segments,
             counted,
-            positions_end: last as usize + 1,
+            positions_end,
             part: None,
+            images: None,
         })
     }
 
@@ -168,6 +338,11 @@ impl Batch {
             (None, None) => {}
             _ => return Err(ModelError::Batch("one batch has targets, and one has none".into())),
         }
+        match (&mut self.images, &other.images) {
+            (Some(images), Some(other)) => images.overwrite(other)?,
+            (None, None) => {}
+            _ => return Err(ModelError::Batch("one batch has images, and one has text".into())),
+        }
         if *shown != other.segments {
             self.segments.overwrite_on(self.tokens.device(), &other.segments)?;
             *shown = other.segments.clone();
@@ -191,17 +366,33 @@ impl Batch {
 pub struct BatchShape {
     /// The length of each sequence.
     pub sequences: Vec<usize>,
+    /// Numbers of a patch, if sequences are images; None for text.
+    pub patch_len: Option<usize>,
+    /// True if images are mixed, so that each has two classes.
+    pub mixed: bool,
 }
 
 impl BatchShape {
     /// `count` sequences of `length` tokens.
     pub fn uniform(count: usize, length: usize) -> BatchShape {
-        BatchShape { sequences: vec![length; count] }
+        BatchShape { sequences: vec![length; count], patch_len: None, mixed: false }
     }
 
     /// Tokens in all.
     pub fn tokens(&self) -> usize {
         self.sequences.iter().sum()
+    }
+
+    /// Bytes of its tensors.
+    pub fn bytes(&self) -> u64 {
+        let (tokens, count) = (self.tokens() as u64, self.sequences.len() as u64);
+        match self.patch_len {
+            // Tokens, targets and positions, i32.
+            None => 12 * tokens,
+            // Kinds and positions of rows, patches; of images the row and the class, two classes with
+            // weights if they are mixed.
+            Some(patch_len) => tokens * (8 + 4 * patch_len as u64) + count * if self.mixed { 24 } else { 8 },
+        }
     }
 
     /// A batch of this shape in which every token is 0, with targets.
@@ -222,9 +413,18 @@ impl BatchShape {
             end += *length as i32;
             cu_seqlens.push(end);
         }
-        let slices =
-            BatchSlices { tokens: &tokens, targets: Some(&tokens), positions: &positions, cu_seqlens: &cu_seqlens };
-        Batch::of_part(device, &slices, 1, None, context)
+        let Some(patch_len) = self.patch_len else {
+            let slices = BatchSlices::of_text(&tokens, Some(&tokens), &positions, &cu_seqlens);
+            return Batch::of_part(device, &slices, 1, None, context);
+        };
+        let count = self.sequences.len();
+        let targets: Vec<i32> = positions.iter().map(|position| if *position == 0 { 0 } else { IGNORED }).collect();
+        let patches = vec![0.0; (tokens.len() - count) * patch_len];
+        let (second, weight) = (vec![0; count], vec![1.0; count]);
+        let mixed = self.mixed.then_some(MixedSlices { second: &second, weight: &weight });
+        let images = Some(ImageSlices { patches: &patches, patch_len, mixed });
+        let text = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
+        Batch::of_part(device, &BatchSlices { images, ..text }, 1, None, context)
     }
 }
 
@@ -236,7 +436,7 @@ mod tests {
     fn bad_batches_are_refused_with_the_reason() {
         let device = Device::meta();
         let check = |tokens: &[i32], targets: &[i32], positions: &[i32], cu_seqlens: &[i32], expect: &str| {
-            let slices = BatchSlices { tokens, targets: Some(targets), positions, cu_seqlens };
+            let slices = BatchSlices::of_text(tokens, Some(targets), positions, cu_seqlens);
             let error = Batch::new(&device, &slices, 10, Some(4)).unwrap_err().to_string();
             assert!(error.contains(expect), "{error:?} does not say {expect:?}");
         };
@@ -250,8 +450,7 @@ mod tests {
         check(&[1, 2], &[-5, 2], &[0, 1], &[0, 2], "target -5 at 0");
         check(&[1, 2], &[1, 2], &[0, -1], &[0, 2], "position -1");
         check(&[1, 2], &[1, 2], &[3, 4], &[0, 2], "position 4 in a model with 4");
-        let slices =
-            BatchSlices { tokens: &[1, 2], targets: Some(&[IGNORED, 3]), positions: &[0, 0], cu_seqlens: &[0, 1, 2] };
+        let slices = BatchSlices::of_text(&[1, 2], Some(&[IGNORED, 3]), &[0, 0], &[0, 1, 2]);
         let batch = Batch::new(&device, &slices, 10, Some(4)).unwrap();
         assert_eq!((batch.len(), batch.counted, batch.positions_end), (2, 1, 1));
     }

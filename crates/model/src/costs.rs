@@ -13,7 +13,7 @@ mod segments;
 pub use segments::{SegmentCost, SegmentedCost, segment_costs, segment_costs_on};
 
 use crate::batch::{Batch, BatchShape};
-use crate::families::{MlpKind, NormPlaces, QkNormKind};
+use crate::families::{AttentionKind, Input, MlpKind, NormPlaces, QkNormKind};
 use crate::spec::ModelSpec;
 use crate::unit::{Forward, Unit};
 use crate::{Model, Result};
@@ -192,14 +192,15 @@ pub struct FlopsPerToken {
     /// table, learned positions). L is the number of layers, h c the width of all heads, and s the
     /// sequence's length. Attention counts as if every token saw its whole sequence.
     pub convention: f64,
-    /// The same, with attention only to the tokens that a token sees: half of the sequence, or its
-    /// window.
+    /// The same, with attention only to the tokens that a token sees: half of the sequence, its
+    /// window, or, where attention is not causal, all.
     pub causal: f64,
 }
 
 impl ModelSpec {
     /// Elements of all parameters that take part in a product for every token, gains and biases
-    /// included. Of experts these are as many as a token goes to.
+    /// included. Of experts these are as many as a token goes to. The head of a model of images, which
+    /// multiplies one row of an image, counts whole here; [`ModelSpec::flops_per_token`] divides it.
     pub fn multiplied_parameters(&self) -> usize {
         let ModelSpec { dim, ffn_dim, .. } = *self;
         let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());
@@ -222,15 +223,33 @@ impl ModelSpec {
             + when(self.qkv_bias, qkv)
             + when(self.o_bias, dim)
             + when(self.qk_norm, qk_norm);
-        self.layers * block + (0..self.layers).map(mlp).sum::<usize>() + norm + self.vocab_size * dim
+        let input = self.image.as_ref().map_or(0, |image| image.patch_len() * dim);
+        input + self.layers * block + (0..self.layers).map(mlp).sum::<usize>() + self.head_parameters()
+    }
+
+    /// Elements of the parameters of the last unit that take part in its product.
+    fn head_parameters(&self) -> usize {
+        let norm = if self.norm_bias { 2 * self.dim } else { self.dim };
+        let bias = if self.family.form().input == Input::Patches { self.vocab_size } else { 0 };
+        norm + self.vocab_size * self.dim + bias
     }
 
     /// FLOPs of training on one token of a sequence of `length` tokens.
     pub fn flops_per_token(&self, length: usize) -> FlopsPerToken {
-        let products = 6.0 * self.multiplied_parameters() as f64;
+        let head = self.head_parameters() as f64;
+        let rows_of_head = match self.family.form().input {
+            Input::Tokens => 1.0,
+            // The class token's.
+            Input::Patches => 1.0 / self.max_positions as f64,
+        };
+        let products = 6.0 * (self.multiplied_parameters() as f64 - head + head * rows_of_head);
         let width = (self.heads * self.head_dim) as f64;
         // Pairs of query and key, averaged over the sequence: position p sees min(p + 1, window).
+        let full = self.family.form().attention == AttentionKind::Full;
         let seen = |layer| {
+            if full {
+                return length as f64;
+            }
             let window = self.window(layer).unwrap_or(length).min(length) as f64;
             let length = length.max(1) as f64;
             (window * (window + 1.0) / 2.0 + (length - window) * window) / length

@@ -9,7 +9,7 @@
 //! | [`spec`], [`presets`] | a model's configuration, checked; published shapes by name |
 //! | [`unit`], [`batch`], [`cache`] | the interface of a unit, and its inputs |
 //! | [`families`] | one file for each family: its parameters, splits, blocks, `config.json` |
-//! | [`units`] | embedding, block and head that families share |
+//! | [`units`] | embeddings, block and heads that families share |
 //! | [`split`] | the units of one rank of a tensor-parallel group |
 //! | [`tuning`] | frozen parameters, and adapters on linear layers |
 //! | [`parameter`], [`patch`], [`init`] | parameters, their places in buffers, initial values |
@@ -41,7 +41,7 @@ pub mod unit;
 pub mod units;
 pub mod weights;
 
-pub use batch::{Batch, BatchPart, BatchShape, BatchSlices, IGNORED};
+pub use batch::{Batch, BatchPart, BatchShape, BatchSlices, IGNORED, ImageBatch, ImageSlices, MixedBatch, MixedSlices};
 pub use cache::KvCache;
 pub use error::{ModelError, Result};
 pub use families::{FAMILIES, Family};
@@ -51,7 +51,7 @@ pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, Un
 pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
 pub use routing::{LayerRouting, RoutingRecord};
-pub use spec::{Activation, ExpertsSpec, Gate, ModelSpec, RopeScaling, RopeSpec};
+pub use spec::{Activation, ExpertsSpec, Gate, ImageSpec, ModelSpec, RopeScaling, RopeSpec};
 pub use split::{Chunks, ContextSplit, ExpertSplit, TensorSplit};
 pub use teacher::Teacher;
 pub use tuning::{AdapterSpec, Adapters, Tuning};

@@ -1,17 +1,17 @@
 //! A model: its units in order.
 
-use crate::batch::{Batch, BatchSlices};
+use crate::batch::{Batch, BatchShape, BatchSlices};
 use crate::cache::KvCache;
 use crate::families::Share;
 use crate::init::initialise;
 use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
-use crate::spec::{ModelSpec, RopeSpec};
+use crate::spec::{ImageSpec, ModelSpec, RopeSpec};
 use crate::split::{ContextSplit, Division, ExpertSplit, TensorSplit};
 use crate::teacher::{TaughtUnit, Teacher};
 use crate::tuning::{Adapters, Tuning, tuned};
 use crate::unit::{Forward, Unit};
-use crate::units::{Embedding, Head};
+use crate::units::{ClassHead, Embedding, Head, PatchEmbedding};
 use crate::{ModelError, Result};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -65,22 +65,14 @@ impl Model {
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
         let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));
-        let (mut embedding, mut head) = (Embedding::new(&spec), Head::new(&spec, spec.layers as u32 + 1));
-        if let Some(division) = &division {
-            embedding = embedding.split(division)?;
-            head = head.split(division)?;
-        }
-        if context.ranks > 1 {
-            embedding = embedding.on_rows();
-            head = head.on_rows();
-        }
+        let (embedding, head) = ends(&spec, division.as_ref(), context)?;
         let share = Share { division: division.as_ref(), on_rows: context.ranks > 1, experts };
-        let mut units: Vec<Box<dyn Unit>> = vec![Box::new(embedding)];
+        let mut units: Vec<Box<dyn Unit>> = vec![embedding];
         for layer in 0..spec.layers {
             let local = local.as_ref().filter(|_| spec.window(layer).is_some());
             units.push(spec.family.block(&spec, layer, local.or(rope.as_ref()).cloned(), share)?);
         }
-        units.push(Box::new(head));
+        units.push(head);
         let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
         let (tuning, adapters) = Default::default();
         let (spec, teacher) = (Some(spec), None);
@@ -272,6 +264,12 @@ impl Model {
         Batch::of_part(device, slices, self.vocab_size, self.positions_max, self.context)
     }
 
+    /// The shape of a batch of `rows` sequences, or images, of `length` positions.
+    pub fn batch_shape(&self, rows: usize, length: usize) -> BatchShape {
+        let patch_len = self.spec.as_ref().and_then(|spec| spec.image.as_ref()).map(ImageSpec::patch_len);
+        BatchShape { patch_len, ..BatchShape::uniform(rows, length) }
+    }
+
     /// A batch of sequences of equal `length`, one after another in `tokens` and `targets`.
     pub fn rows(&self, device: &Device, length: usize, tokens: &[i32], targets: Option<&[i32]>) -> Result<Batch> {
         if length == 0 || !tokens.len().is_multiple_of(length) {
@@ -279,7 +277,7 @@ impl Model {
         }
         let positions: Vec<i32> = (0..tokens.len()).map(|i| (i % length) as i32).collect();
         let cu_seqlens: Vec<i32> = (0..=tokens.len() / length).map(|row| (row * length) as i32).collect();
-        self.batch(device, &BatchSlices { tokens, targets, positions: &positions, cu_seqlens: &cu_seqlens })
+        self.batch(device, &BatchSlices::of_text(tokens, targets, &positions, &cu_seqlens))
     }
 
     /// Initial values in f32, for small programs; the engine has its own buffers.
@@ -340,6 +338,34 @@ impl Model {
         }
         Ok(())
     }
+}
+
+/// The first and the last unit of one rank.
+fn ends(
+    spec: &ModelSpec,
+    division: Option<&Division>,
+    context: ContextSplit,
+) -> Result<(Box<dyn Unit>, Box<dyn Unit>)> {
+    let last = spec.layers as u32 + 1;
+    if let Some(image) = &spec.image {
+        if division.is_some() || context.ranks > 1 {
+            return Err(ModelError::Split(format!(
+                "family {} is not divided over tensor or context ranks: use data or pipeline parallelism",
+                spec.family
+            )));
+        }
+        return Ok((Box::new(PatchEmbedding::new(spec, image)), Box::new(ClassHead::new(spec, last))));
+    }
+    let (mut embedding, mut head) = (Embedding::new(spec), Head::new(spec, last));
+    if let Some(division) = division {
+        embedding = embedding.split(division)?;
+        head = head.split(division)?;
+    }
+    if context.ranks > 1 {
+        embedding = embedding.on_rows();
+        head = head.on_rows();
+    }
+    Ok((Box::new(embedding), Box::new(head)))
 }
 
 impl std::fmt::Debug for Model {

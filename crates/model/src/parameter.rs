@@ -58,11 +58,17 @@ pub struct Source {
     pub rows: Range<usize>,
     /// True if files hold it transposed: [columns, rows] (GPT-2's `Conv1D`).
     pub transposed: bool,
+    /// Its shape in files, where that has the same elements in the same order and other dimensions
+    /// (the kernel of a convolution); None if it is that of its rows and columns.
+    pub file_shape: Option<Vec<usize>>,
 }
 
 impl Source {
     /// The shape that the tensor has in files, for a parameter of `shape`.
     pub fn shape(&self, shape: &[usize]) -> Vec<usize> {
+        if let Some(of_file) = &self.file_shape {
+            return of_file.clone();
+        }
         let mut dims = shape.to_vec();
         if let Some(first) = dims.first_mut() {
             *first = self.rows.len();
@@ -144,8 +150,8 @@ impl ParameterSpec {
         kind: ParameterKind,
         hf_name: impl Into<String>,
     ) -> ParameterSpec {
-        let source =
-            Source { hf_name: hf_name.into(), rows: 0..shape.first().copied().unwrap_or(1), transposed: false };
+        let rows = 0..shape.first().copied().unwrap_or(1);
+        let source = Source { hf_name: hf_name.into(), rows, transposed: false, file_shape: None };
         let (split, layout) = (None, Layout::Invariant);
         let (name, shape) = (name.into(), shape.to_vec());
         ParameterSpec {
@@ -171,7 +177,7 @@ impl ParameterSpec {
             .map(|(hf_name, rows)| {
                 let rows = start..start + rows;
                 start = rows.end;
-                Source { hf_name: hf_name.clone(), rows, transposed: false }
+                Source { hf_name: hf_name.clone(), rows, transposed: false, file_shape: None }
             })
             .collect();
         self

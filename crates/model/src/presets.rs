@@ -3,11 +3,12 @@
 //! A preset gives shapes and hyper-parameters, not weights. Dropout is 0 everywhere, because the
 //! field pre-trains without it.
 
+use crate::families::{self, Sizes};
 use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
 use crate::{ModelError, Result};
 
 /// Every name.
-pub const PRESET_NAMES: [&str; 14] = [
+pub const PRESET_NAMES: [&str; 17] = [
     // GPT-2 small (Radford et al. 2019)
     "gpt2-124m",
     // GPT-2 medium
@@ -32,6 +33,12 @@ pub const PRESET_NAMES: [&str; 14] = [
     "qwen2.5-0.5b",
     // the shape of Qwen3 0.6B
     "qwen3-0.6b",
+    // ViT-Ti/16 at 224 pixels (Touvron et al. 2021)
+    "vit-tiny",
+    // ViT-S/16 at 224 pixels (Touvron et al. 2021)
+    "vit-small",
+    // ViT-B/16 at 224 pixels (Dosovitskiy et al. 2020)
+    "vit-base",
     // a small Llama that two CPU cores train in minutes
     "quickstart",
     // the character-level GPT-2 of a known small recipe: 4 layers of width 128, no biases
@@ -45,6 +52,7 @@ pub fn preset(name: &str) -> Result<ModelSpec> {
         eos_tokens: vec![50_256],
         ..ModelSpec::gpt2(50_257, dim, layers, heads, 1024)
     };
+    let vit = |dim, heads| families::VIT.usual(&Sizes { vocab_size: 1000, dim, layers: 12, heads, max_positions: 0 });
     let rope = |theta, scaling| Some(RopeSpec { theta, partial_factor: 1.0, scaling });
     let llama3_rope = |factor| {
         rope(
@@ -129,6 +137,9 @@ pub fn preset(name: &str) -> Result<ModelSpec> {
             eos_tokens: vec![151_645],
             ..ModelSpec::llama(151_936, 1024, 28, 16, 3072, 40_960)
         },
+        "vit-tiny" => vit(192, 3),
+        "vit-small" => vit(384, 6),
+        "vit-base" => vit(768, 12),
         "quickstart" => ModelSpec { kv_heads: 2, tie_embeddings: true, ..ModelSpec::llama(4096, 256, 6, 4, 704, 1024) },
         "shakespeare-char" => ModelSpec {
             norm_bias: false,
@@ -165,6 +176,9 @@ mod tests {
             ("smollm2-135m", 134_515_008),
             ("qwen2.5-0.5b", 494_032_768),
             ("qwen3-0.6b", 596_049_920),
+            ("vit-tiny", 5_717_416),
+            ("vit-small", 22_050_664),
+            ("vit-base", 86_567_656),
         ] {
             let model = Model::new(preset(name).unwrap()).unwrap();
             assert_eq!(model.parameter_count(), parameters, "{name}");

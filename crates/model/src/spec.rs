@@ -4,7 +4,7 @@
 //! All values are resolved: nothing is derived when it is read. [`presets`](crate::presets) fill it
 //! in by name, and [`hf`](crate::hf) translates it from and to `config.json`.
 
-use crate::families::{self, Family, Positions, Sizes};
+use crate::families::{self, Family, Input, Positions, Sizes};
 use crate::{ModelError, Result};
 use serde::{Deserialize, Serialize};
 
@@ -206,6 +206,71 @@ impl ExpertsSpec {
     }
 }
 
+/// The images that a model classifies, and their preprocessing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageSpec {
+    /// Pixels of a side of the square image.
+    pub size: usize,
+    /// Pixels of the shorter side to which an image is resized before its centre is cut out.
+    pub resize: usize,
+    /// Pixels of a side of a patch; divides `size`.
+    pub patch: usize,
+    /// Colour channels.
+    pub channels: usize,
+    /// The mean of each channel, of values from 0 to 1, which is subtracted.
+    pub mean: Vec<f64>,
+    /// The deviation of each channel, by which the difference is divided.
+    pub std: Vec<f64>,
+    /// The names of the classes; empty if they have none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub labels: Vec<String>,
+}
+
+impl ImageSpec {
+    /// Patches of an image.
+    pub fn patches(&self) -> usize {
+        (self.size / self.patch.max(1)).pow(2)
+    }
+
+    /// Numbers of a patch.
+    pub fn patch_len(&self) -> usize {
+        self.channels * self.patch * self.patch
+    }
+
+    /// Positions of an image: the class token's and those of its patches.
+    pub fn positions(&self) -> usize {
+        1 + self.patches()
+    }
+
+    /// Checks that images can be cut into patches, for a model with so many classes.
+    pub(crate) fn validate(&self, classes: usize) -> Result<()> {
+        let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
+        let ImageSpec { size, patch, channels, .. } = *self;
+        if !(1..=1 << 14).contains(&size) || patch == 0 || !size.is_multiple_of(patch) {
+            return fail("image.patch", format!("patches of {patch} do not divide images of {size} pixels"));
+        }
+        if !(1..=1 << 14).contains(&self.resize) {
+            return fail("image.resize", format!("{} is not between 1 and {}", self.resize, 1 << 14));
+        }
+        if !(1..=64).contains(&channels) {
+            return fail("image.channels", format!("{channels} is not between 1 and 64"));
+        }
+        if self.mean.len() != channels || self.std.len() != channels {
+            let found = format!("{} means and {} deviations", self.mean.len(), self.std.len());
+            return fail("image.mean", format!("{found} for {channels} channels"));
+        }
+        if self.mean.iter().any(|mean| !mean.is_finite()) || self.std.iter().any(|std| !(*std > 0.0 && std.is_finite()))
+        {
+            return fail("image.std", "means must be finite and deviations positive".into());
+        }
+        if !self.labels.is_empty() && self.labels.len() != classes {
+            return fail("image.labels", format!("{} names for {classes} classes", self.labels.len()));
+        }
+        Ok(())
+    }
+}
+
 /// A model, resolved. Symbols: d = `dim`, h = `heads`, h_kv = `kv_heads`, c = `head_dim`, f =
 /// `ffn_dim`, v = `vocab_size`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -213,7 +278,7 @@ impl ExpertsSpec {
 pub struct ModelSpec {
     /// The family: the form of its blocks.
     pub family: Family,
-    /// Rows of the token table.
+    /// Rows of the token table; of a model of images, its classes.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub dim: usize,
@@ -270,6 +335,9 @@ pub struct ModelSpec {
     /// The layers with a sliding window; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_layers: Option<Vec<usize>>,
+    /// The images that it classifies; absent exactly in families of text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<ImageSpec>,
     /// Probability of dropping an element of the embedding's and of each residual branch's output,
     /// in training.
     #[serde(default)]
@@ -413,6 +481,13 @@ impl ModelSpec {
             if self.family.row("mlp.router.weight").is_none() {
                 return fail("experts", format!("family {} has none; use mixtral, qwen3_moe or dots1", self.family));
             }
+        }
+        let of_images = self.family.form().input == Input::Patches;
+        match &self.image {
+            Some(image) if of_images => image.validate(self.vocab_size)?,
+            None if of_images => return fail("image", format!("family {} needs the sizes of images", self.family)),
+            Some(_) => return fail("image", format!("family {} is one of text; use vit", self.family)),
+            None => {}
         }
         self.family.validate(self)?;
         match (self.sliding_window, &self.sliding_layers) {

@@ -150,6 +150,7 @@ impl Unit for TaughtUnit {
             output: Output::Hidden,
             cache: None,
             routing: cx.routing.as_deref_mut(),
+            hits: None,
             experts: cx.experts.clone(),
         };
         let h = self.inner.forward(tape, &mut of_hidden, input)?;

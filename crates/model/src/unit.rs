@@ -9,6 +9,7 @@
 
 use crate::cache::KvCache;
 use crate::routing::RoutingRecord;
+use crate::units::Hits;
 use crate::{Batch, ModelError, ParameterSpec, Result};
 use std::sync::Arc;
 use trainyard_autograd::functions::RowExchange;
@@ -50,6 +51,8 @@ pub struct Forward<'a> {
     pub cache: Option<&'a mut KvCache>,
     /// The record to which mixtures of experts add the ways of their tokens.
     pub routing: Option<&'a mut RoutingRecord>,
+    /// The count to which a head of classes adds its right answers.
+    pub hits: Option<&'a mut Hits>,
     /// The way to the ranks that have the other experts; None where experts are whole.
     pub experts: Option<Arc<dyn RowExchange>>,
 }
@@ -62,7 +65,7 @@ impl<'a> Forward<'a> {
 
     /// The context of evaluation.
     pub fn evaluation(batch: &'a Batch, output: Output) -> Forward<'a> {
-        Forward { batch, training: false, output, cache: None, routing: None, experts: None }
+        Forward { batch, training: false, output, cache: None, routing: None, hits: None, experts: None }
     }
 
     /// The context of generation: the head gives the logits of the token after the batch, which

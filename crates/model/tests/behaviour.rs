@@ -45,8 +45,8 @@ fn in_pieces(
     for piece in pieces {
         let part = &tokens[start..start + piece];
         let positions: Vec<i32> = (start as i32..(start + piece) as i32).collect();
-        let slices =
-            BatchSlices { tokens: part, targets: None, positions: &positions, cu_seqlens: &[0, *piece as i32] };
+        let cu_seqlens = [0, *piece as i32];
+        let slices = BatchSlices::of_text(part, None, &positions, &cu_seqlens);
         let batch = model.batch(device, &slices).unwrap();
         let mut tape = Tape::new(device, store, Policy::Nothing, KEY);
         let y = model.forward(&mut tape, &mut Forward::generation(&batch, &mut cache)).unwrap();
@@ -69,7 +69,13 @@ fn mup_scales_initial_values_and_learning_rates_by_width() {
         for ((_, plain), (_, scaled)) in plain.parameters().zip(scaled.parameters()) {
             let name = &plain.name;
             let (std, rate) = match plain.kind {
-                ParameterKind::Matrix if ["lm.weight", "mlp.router.weight"].contains(&name.as_str()) => (0.25, 0.25),
+                ParameterKind::Matrix
+                    if ["lm.weight", "class.weight", "mlp.router.weight"].contains(&name.as_str()) =>
+                {
+                    (0.25, 0.25)
+                }
+                // Patches do not grow with the width.
+                ParameterKind::Matrix if name == "patches.weight" => (1.0, 1.0),
                 ParameterKind::Matrix => (0.5, 0.25),
                 // Gemma 3 multiplies by the root of the width.
                 ParameterKind::Embedding if family.name() == "gemma3" => (0.5, 0.5),
@@ -112,7 +118,7 @@ fn misuse_of_a_cache_is_an_error() {
     let check = |expect: &str, spec: &ModelSpec, policy, positions: &[i32], cu_seqlens: &[i32]| {
         let mut cache = KvCache::new(&device, spec, 3, DType::F32).unwrap();
         let tokens = vec![1; positions.len()];
-        let slices = BatchSlices { tokens: &tokens, targets: None, positions, cu_seqlens };
+        let slices = BatchSlices::of_text(&tokens, None, positions, cu_seqlens);
         let batch = model.batch(&device, &slices).unwrap();
         let mut tape = Tape::new(&device, &store, policy, KEY);
         let error = model.forward(&mut tape, &mut Forward::generation(&batch, &mut cache)).unwrap_err().to_string();
@@ -133,7 +139,7 @@ fn packed_sequences_do_not_see_each_other() {
         let tokens = tokens(16, 53);
         let (a, b) = tokens.split_at(5);
         let positions: Vec<i32> = (0..5).chain(0..11).collect();
-        let slices = BatchSlices { tokens: &tokens, targets: None, positions: &positions, cu_seqlens: &[0, 5, 16] };
+        let slices = BatchSlices::of_text(&tokens, None, &positions, &[0, 5, 16]);
         let packed = logits(&model, &store, &device, &model.batch(&device, &slices).unwrap());
         let alone = [a, b].map(|part| logits(&model, &store, &device, &batch(&model, &device, 1, part, None))).concat();
         let error = relative_error(&packed, &alone);
@@ -224,7 +230,7 @@ fn costs_on_meta_are_the_counters_of_the_cpu() {
     for (name, spec) in small_models() {
         for dropout in [0.0, 0.1] {
             let model = Model::new(ModelSpec { dropout, ..spec.clone() }).unwrap();
-            let shape = BatchShape { sequences: vec![17, 3, 12] };
+            let shape = BatchShape { sequences: vec![17, 3, 12], ..BatchShape::uniform(0, 0) };
             for policy in [Policy::Nothing, Policy::Selective, Policy::Everything] {
                 for dtype in [DType::F32, DType::BF16] {
                     let predicted = unit_costs(&model, &shape, dtype, policy).unwrap();

@@ -7,7 +7,7 @@ use trainyard_model::{BatchShape, Model, ModelSpec, TensorSplit};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{Cost, DType, Device};
 
-const SHAPE: fn() -> BatchShape = || BatchShape { sequences: vec![40, 24] };
+const SHAPE: fn() -> BatchShape = || BatchShape { sequences: vec![40, 24], ..BatchShape::uniform(0, 0) };
 
 fn llama() -> ModelSpec {
     ModelSpec { kv_heads: 2, ..ModelSpec::llama(1024, 48, 2, 4, 64, 64) }

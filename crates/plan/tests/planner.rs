@@ -34,6 +34,7 @@ fn small() -> Architecture {
         positions: 0,
         experts: None,
         latent: None,
+        patch_len: 0,
     }
 }
 

@@ -286,6 +286,7 @@ impl Fields<'_> {
             tied: self.text("tied")? == "y",
             positions: if gated { 0 } else { sequence },
             experts,
+            patch_len: 0,
             latent: (family == "deepseek-v3").then_some(Latent { q: 1536, kv: 512, rotary: 64 }),
         };
         let format = match self.text("precision")? {

@@ -8,7 +8,7 @@ use crate::stack::Stack;
 use crate::transformer::{Architecture, Units, Workload};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{UnitCost, unit_costs};
-use trainyard_model::{BatchShape, Model, ModelError, ModelSpec};
+use trainyard_model::{Model, ModelError, ModelSpec};
 use trainyard_tensor::DType;
 
 /// The units of `spec` on one rank of an unsplit model, with the kept and held bytes that the
@@ -20,7 +20,7 @@ use trainyard_tensor::DType;
 pub fn own_units(spec: &ModelSpec, work: &Workload, stack: &Stack, dtype: DType) -> Result<Units, ModelError> {
     let mut units = Architecture::from(spec).units(work, stack);
     let one = Model::new(ModelSpec { layers: 1, sliding_layers: None, ..spec.clone() })?;
-    let shape = BatchShape::uniform(work.micro_batch as usize, work.sequence as usize);
+    let shape = one.batch_shape(work.micro_batch as usize, work.sequence as usize);
     let cost = |policy| unit_costs(&one, &shape, dtype, policy);
     let [everything, selective, nothing] =
         [cost(Policy::Everything)?, cost(Policy::Selective)?, cost(Policy::Nothing)?];
@@ -55,7 +55,7 @@ mod tests {
             let work = Workload { sequence: 512, micro_batch: 2, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
             let units = Architecture::from(&spec).units(&work, &stack);
             let one = Model::new(ModelSpec { layers: 1, ..spec.clone() }).unwrap();
-            let shape = BatchShape::uniform(2, 512);
+            let shape = one.batch_shape(2, 512);
             let costs = unit_costs(&one, &shape, DType::BF16, Policy::Everything).unwrap();
             let block = &units.kinds[1];
             let flops = |kernels: &[Kernel]| kernels.iter().map(Kernel::flops).sum::<f64>();
@@ -83,7 +83,7 @@ mod tests {
             let work = Workload { sequence: 512, micro_batch: 2, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
             let block = &Architecture::from(&spec).units(&work, &stack).kinds[1];
             let one = Model::new(ModelSpec { layers: 1, ..spec.clone() }).unwrap();
-            let shape = BatchShape::uniform(2, 512);
+            let shape = one.batch_shape(2, 512);
             let cost = |policy| unit_costs(&one, &shape, DType::BF16, policy).unwrap().swap_remove(1);
             let [everything, selective] = [Policy::Everything, Policy::Selective].map(cost);
             let again: f64 = block

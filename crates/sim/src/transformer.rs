@@ -38,6 +38,10 @@ pub struct Architecture {
     /// Rows of a learned position table; 0: rotary positions.
     #[serde(default)]
     pub positions: u32,
+    /// Numbers of a patch of an image; 0: tokens. A model of images attends to all positions, and
+    /// its head has one row for each image.
+    #[serde(default)]
+    pub patch_len: u32,
     /// Experts, if MLPs are mixtures.
     #[serde(default)]
     pub experts: Option<Experts>,
@@ -221,7 +225,7 @@ impl Architecture {
         if self.encoder_layers > 0 {
             push(builder.block(false, false), self.encoder_layers, "encoder", &mut order);
         }
-        push(builder.block(true, self.encoder_layers > 0), self.layers, "block", &mut order);
+        push(builder.block(self.patch_len == 0, self.encoder_layers > 0), self.layers, "block", &mut order);
         push(builder.head(), 1, "head", &mut order);
         order.last_mut().expect("a head").1 = "head".to_owned();
         Units { kinds, order }
@@ -266,6 +270,9 @@ impl Builder<'_> {
 
     fn embedding(&self) -> UnitWork {
         let stream = self.tokens() * self.dim() * HALF;
+        if self.model.patch_len > 0 {
+            return self.patches(stream);
+        }
         UnitWork {
             forward: vec![Kernel::Stream { bytes: 2.0 * stream, launches: 2.0 }],
             backward_weights: vec![Kernel::Stream { bytes: 4.0 * stream, launches: 2.0 }],
@@ -275,6 +282,32 @@ impl Builder<'_> {
             exchanges: 1,
             elements: f64::from(self.model.vocab + self.model.positions) * self.dim(),
             tensors: if self.model.positions > 0 { 2 } else { 1 },
+            ..UnitWork::default()
+        }
+    }
+
+    /// The embedding of patches: a product, to which the class token or a bias is added, and a
+    /// position. Pixels have no gradient.
+    fn patches(&self, stream: f64) -> UnitWork {
+        let (m, d, k) = (self.tokens(), self.dim(), f64::from(self.model.patch_len));
+        // Patches are f32 and are cast.
+        let patches = m * k * HALF;
+        UnitWork {
+            forward: vec![
+                Kernel::Stream { bytes: 3.0 * patches, launches: 1.0 },
+                Kernel::Product { m, n: d, k },
+                Kernel::Stream { bytes: 3.0 * stream, launches: 1.0 },
+            ],
+            backward_weights: vec![
+                Kernel::Product { m: d, n: k, k: m },
+                Kernel::Stream { bytes: 4.0 * stream, launches: 2.0 },
+            ],
+            saved: [patches; 3],
+            working: [stream, stream],
+            output: stream,
+            exchanges: 1,
+            elements: (k + 2.0 + f64::from(self.model.positions)) * d,
+            tensors: 3,
             ..UnitWork::default()
         }
     }
@@ -560,8 +593,13 @@ impl Builder<'_> {
         routed * f + m * f64::from(experts.shared_ffn) / t
     }
 
+    /// Rows that the head multiplies: those of all tokens, or one for each image.
+    fn rows_of_head(&self) -> f64 {
+        if self.model.patch_len > 0 { f64::from(self.work.micro_batch) } else { self.tokens() }
+    }
+
     fn head(&self) -> UnitWork {
-        let (m, t, d) = (self.tokens(), self.split(), self.dim());
+        let (m, t, d) = (self.rows_of_head(), self.split(), self.dim());
         let v = f64::from(self.model.vocab) / t;
         let mut unit = UnitWork::default();
         self.product(&mut unit, m, v, d);

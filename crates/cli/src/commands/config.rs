@@ -10,9 +10,9 @@ use trainyard_engine::limit;
 use trainyard_engine::predict::{StepNeeds, predict};
 use trainyard_engine::session::inputs_for;
 use trainyard_engine::shape::{
-    compute_dtype, mesh, model_notes, model_of, model_shape, model_spec, programs, rank_settings, strategy,
+    batch_shape, compute_dtype, mesh, model_notes, model_of, model_shape, model_spec, programs, rank_settings, strategy,
 };
-use trainyard_model::{BatchShape, Model, preset};
+use trainyard_model::{Model, preset};
 use trainyard_program::Program;
 
 /// The quick start's configuration.
@@ -157,7 +157,7 @@ pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2
     }
     let spec = model_spec(resolved)?;
     let model = model_of(resolved, spec.clone(), rank)?;
-    let batch = BatchShape::uniform(resolved.batch.micro, resolved.sequence_length);
+    let batch = batch_shape(resolved, &model);
     let shape = model_shape(&model, &batch, compute_dtype(resolved))?;
     let programs = programs(&shape, &mesh(resolved), &strategy(resolved, model.units().len())?, rank)?;
     let prediction = predict(model_of(resolved, spec, rank)?, &programs[0], &batch, &rank_settings(resolved))?;

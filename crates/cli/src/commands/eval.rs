@@ -9,6 +9,7 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 use trainyard_engine::ensemble::{Combination, EnsembleEvaluation, Score, evaluate_ensemble};
 use trainyard_engine::evaluate::{EvaluationProgress, EvaluationSettings, evaluate_until};
+use trainyard_engine::images::{HeldBack, evaluate_images_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::rank::Rank;
 use trainyard_engine::trained::{Trained, open_trained};
@@ -104,8 +105,11 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Evaluates one model.
 fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
+    if trained.spec.image.is_some() {
+        return on_images(args, model, trained);
+    }
     let scratch = Scratch::new()?;
-    let tokenizer = args.bos.tokenizer(trained)?;
+    let tokenizer = args.bos.tokenizer(model, trained)?;
     let texts = open(&args.data, &args.form(), &tokenizer, scratch.path())?;
     let run = trained.run.as_ref();
     let settings = settings(args, trained, args.rows)?;
@@ -154,6 +158,53 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     Ok(())
 }
 
+/// Evaluates a model of images.
+fn on_images(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
+    if args.length.is_some() || args.tokens_max.is_some() || args.chat {
+        bail!("--length, --tokens-max and --chat are of text, and {} is a model of images", model.display());
+    }
+    let labels = trained.spec.image.as_ref().map(|image| image.labels.clone());
+    let sets = args.data.iter().map(|path| HeldBack::open(path, labels.clone())).collect::<Result<Vec<_>, _>>()?;
+    let began = std::time::Instant::now();
+    let mut display = progress::for_stderr();
+    let found = evaluate_images_until(&trained.rank, &sets, args.rows as usize, &mut |done| {
+        display.evaluating(done);
+        Ok(false)
+    });
+    display.end();
+    let found = found?.context("nobody stops it")?;
+    if !found.loss_sum.is_finite() {
+        bail!("the loss is not finite ({}): the weights hold NaN or infinities, or are close to it", found.loss());
+    }
+    let step = trained.run.as_ref().map(|run| run.step);
+    let names: Vec<String> = args.data.iter().map(|path| path.display().to_string()).collect();
+    let seconds = began.elapsed().as_secs_f64();
+    let metrics = EvaluationMetrics::new(step.unwrap_or(0), found.loss_sum, found.targets, None, seconds)
+        .with_texts(&names, &found.texts)
+        .with_accuracy(found.hits);
+    if args.json {
+        let line = json!({
+            "model": model,
+            "step": step,
+            "loss": metrics.loss,
+            "top1": metrics.top1,
+            "top5": metrics.top5,
+            "images": metrics.tokens,
+            "seconds": metrics.seconds,
+            "sets": metrics.texts,
+        });
+        return print(format_args!("{line}\n"));
+    }
+    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" at {}", run.weights_in_words()));
+    print(format_args!("{}{step}, {} images\n", model.display(), count(metrics.tokens)))?;
+    let [top1, top5] = [metrics.top1, metrics.top5].map(|share| 100.0 * share.unwrap_or(f64::NAN));
+    print(format_args!("loss   {:.4}\ntop 1  {top1:.2} %\ntop 5  {top5:.2} %\n", metrics.loss))?;
+    for set in &metrics.texts {
+        print(format_args!("  {:.4}  {}, {} images\n", set.loss, set.name, count(set.tokens)))?;
+    }
+    Ok(())
+}
+
 /// The division of the text into rows: as in the model's training unless the user says otherwise.
 fn settings(args: &Args, trained: &Trained, rows: u32) -> Result<EvaluationSettings> {
     let longest = trained.spec.max_positions;
@@ -177,9 +228,9 @@ fn settings(args: &Args, trained: &Trained, rows: u32) -> Result<EvaluationSetti
 fn together(args: &Args, kind: Combination, models: &[Trained]) -> Result<()> {
     let names = &args.models;
     let first = &models[0];
-    let tokenizer = args.bos.tokenizer(first)?;
-    let vocabulary = first.tokenizer.fingerprint();
-    if let Some(other) = models.iter().position(|model| model.tokenizer.fingerprint() != vocabulary) {
+    let tokenizer = args.bos.tokenizer(&names[0], first)?;
+    let words = |model: &Trained| model.tokenizer.as_ref().map(|tokenizer| tokenizer.fingerprint().to_owned());
+    if let Some(other) = models.iter().position(|model| words(model) != words(first)) {
         bail!(
             "{} and {} have different tokenizers, so their tokens are not the same; an ensemble needs models of one",
             names[0].display(),

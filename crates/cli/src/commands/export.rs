@@ -110,23 +110,25 @@ pub fn run(args: &Args) -> Result<()> {
     let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> { trained.merged_unit(unit, out) };
     let exported = export(&args.out, &Model::new(trained.spec.clone())?, options, values)
         .with_context(|| format!("cannot export to {}", args.out.display()))?;
-    trained
-        .tokenizer
-        .save_hugging_face(&args.out, trained.spec.max_positions)
-        .with_context(|| format!("cannot write the tokenizer to {}", args.out.display()))?;
-    let add_bos = trained.run.as_ref().and_then(|run| run.config.tokenizer.add_bos);
-    if trained.tokenizer.clone().with_bos(add_bos)?.before() != trained.tokenizer.before() {
-        let now = trained.tokenizer.around_in_words().unwrap_or_else(|| "begins texts with no token".to_owned());
-        note(&format!(
-            "the run had a tokenizer.add_bos of its own, and the exported tokenizer is as it came: it {now}"
-        ));
+    if let Some(tokenizer) = &trained.tokenizer {
+        tokenizer
+            .save_hugging_face(&args.out, trained.spec.max_positions)
+            .with_context(|| format!("cannot write the tokenizer to {}", args.out.display()))?;
+        let add_bos = trained.run.as_ref().and_then(|run| run.config.tokenizer.add_bos);
+        if tokenizer.clone().with_bos(add_bos)?.before() != tokenizer.before() {
+            let now = tokenizer.around_in_words().unwrap_or_else(|| "begins texts with no token".to_owned());
+            note(&format!(
+                "the run had a tokenizer.add_bos of its own, and the exported tokenizer is as it came: it {now}"
+            ));
+        }
     }
     let step = trained.run.as_ref().map_or(String::new(), |run| format!(" ({})", run.weights_in_words()));
     print(format_args!(
-        "{}{step}: {} of weights in {}{because}, tokenizer in {}\n",
+        "{}{step}: {} of weights in {}{because}, {} in {}\n",
         args.model.display(),
         format_bytes(exported.bytes),
         dtype.name(),
+        if trained.tokenizer.is_some() { "tokenizer" } else { "preprocessing of images" },
         args.out.display()
     ))?;
     for file in &exported.files {

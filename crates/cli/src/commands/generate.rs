@@ -55,7 +55,7 @@ pub fn run(args: &Args) -> Result<()> {
     sampling.check()?;
     let trained = open_trained(&args.model, args.checkpoint.selection(), &args.runtime.resolve()?, note)
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
-    let tokenizer = args.bos.tokenizer(&trained)?;
+    let tokenizer = args.bos.tokenizer(&args.model, &trained)?;
     // Tokens that the tokenizer adds after a text are left out, because the text continues.
     let mut prompt = Vec::new();
     let mut stop = if args.ignore_eos { Vec::new() } else { stops(&args.model, &trained, &tokenizer)? };

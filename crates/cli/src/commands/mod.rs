@@ -87,8 +87,8 @@ pub struct BosArgs {
 
 impl BosArgs {
     /// The model's tokenizer with this option applied; the choice is printed.
-    pub fn tokenizer(&self, trained: &Trained) -> Result<Tokenizer> {
-        self.applied(&trained.tokenizer, Some(trained))
+    pub fn tokenizer(&self, model: &Path, trained: &Trained) -> Result<Tokenizer> {
+        self.applied(trained.tokenizer(model)?, Some(trained))
     }
 
     /// As [`BosArgs::tokenizer`], of a model that need not be a run.

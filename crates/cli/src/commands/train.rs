@@ -517,8 +517,9 @@ fn sample(session: &Session) -> Result<String, EngineError> {
     if prompt.is_empty() {
         return Ok(String::new());
     }
-    let mut decoder = session.tokenizer.stream_decoder();
-    let mut text = session.tokenizer.decode(&prompt);
+    let Some(tokenizer) = &session.tokenizer else { return Ok(String::new()) };
+    let mut decoder = tokenizer.stream_decoder();
+    let mut text = tokenizer.decode(&prompt);
     generate(&session.rank, &prompt, SAMPLE_TOKENS, Sampling::default(), &[], |token| {
         text += &decoder.push(token);
         true
@@ -529,8 +530,9 @@ fn sample(session: &Session) -> Result<String, EngineError> {
 }
 
 fn prompt(session: &Session) -> Result<Vec<u32>, EngineError> {
+    let Some(tokenizer) = &session.tokenizer else { return Ok(Vec::new()) };
     if session.resolved.config.data.train.0.iter().any(|s| s.path.as_os_str() == "rust-sources") {
-        return Ok([session.tokenizer.before(), &session.tokenizer.encode("fn main() {")?].concat());
+        return Ok([tokenizer.before(), &tokenizer.encode("fn main() {")?].concat());
     }
     let Some(text) = session.validation.iter().find(|text| text.tokens() > 0) else { return Ok(Vec::new()) };
     let mut tokens = Vec::new();
@@ -655,12 +657,11 @@ fn result(session: &Session, summary: &Summary) -> String {
     }
     if let Some(e) = &summary.evaluation {
         let bits = e.bits_per_byte.map_or(String::new(), |bits| format!(", {bits:.4} bits per byte"));
-        text += &format!(
-            "validation   loss {:.4}, perplexity {:.2}{bits} ({} tokens)\n",
-            e.loss,
-            e.perplexity,
-            count(e.tokens)
-        );
+        let (what, unit) = match e.top1.zip(e.top5) {
+            Some((top1, top5)) => (format!("top 1 {:.2} %, top 5 {:.2} %", 1e2 * top1, 1e2 * top5), "images"),
+            None => (format!("perplexity {:.2}{bits}", e.perplexity), "tokens"),
+        };
+        text += &format!("validation   loss {:.4}, {what} ({} {unit})\n", e.loss, count(e.tokens));
     }
     if summary.skipped > 0 {
         text += &format!("skipped      {} steps whose loss or gradient was not finite\n", summary.skipped);
@@ -692,16 +693,19 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
                 100.0 * summary.comm_exposed_share
             ),
         };
+        let speed = match &session.resolved.images {
+            Some(images) => format!("{} images/s", count((summary.tps_median / images.positions() as f64) as u64)),
+            None => format!("{} tokens/s", count(summary.tps_median as u64)),
+        };
         let staleness = summary.staleness.as_deref().map(staleness).unwrap_or_default();
         text += &format!(
-            "speed        {} tokens/s{share}\n\
+            "speed        {speed}{share}\n\
              {}\
              {}\
              data         {:.3} % of the time waiting for it\n\
              {exchange}\
              {staleness}\
              first step   done {:.2} s after the program's start\n",
-            count(summary.tps_median as u64),
             times(session, summary, verbosity),
             peaks(summary, verbosity),
             100.0 * summary.data_wait_share,
@@ -718,11 +722,14 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
         Ending::Complete => rate_change(&session.state, &session.resolved.schedule_over(2 * summary.steps)),
     };
     let rate = rate.map_or(String::new(), |change| format!("             {change}\n"));
+    let generate = match session.tokenizer {
+        Some(_) => format!("trainyard generate {folder} --prompt \"...\"\n             "),
+        None => String::new(),
+    };
     text + &format!(
         "go on        trainyard train --resume {folder}{more}\n\
          {rate}\
-         use it       trainyard generate {folder} --prompt \"...\"\n             \
-                      trainyard eval {folder} --data FILES\n             \
+         use it       {generate}trainyard eval {folder} --data FILES\n             \
                       trainyard export {folder} --out DIR\n"
     )
 }

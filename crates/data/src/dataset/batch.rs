@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
+use crate::images::Pixels;
 use crate::indexed::IndexedTokens;
 
 /// The target of a position without one, as cross-entropy losses expect it.
 pub const IGNORE: i32 = -100;
 
 /// Some rows of equal length, flattened row by row.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct MicroBatch {
     /// Inputs, `[rows * sequence_length]`.
     pub tokens: Vec<i32>,
@@ -23,6 +24,8 @@ pub struct MicroBatch {
     pub rows: usize,
     /// Number of tokens of a row.
     pub sequence_length: usize,
+    /// The patches, if the rows are images.
+    pub pixels: Option<Pixels>,
 }
 
 impl MicroBatch {
@@ -38,6 +41,7 @@ impl MicroBatch {
             cu_seqlens,
             rows: 0,
             sequence_length,
+            pixels: None,
         }
     }
 
@@ -54,7 +58,8 @@ impl MicroBatch {
     /// Bytes of its vectors.
     pub fn bytes(&self) -> usize {
         let elements = [&self.tokens, &self.targets, &self.positions, &self.cu_seqlens].map(|v| v.capacity());
-        elements.iter().sum::<usize>() * size_of::<i32>()
+        let pixels = self.pixels.as_ref().map_or(0, Pixels::elements);
+        (elements.iter().sum::<usize>() + pixels) * size_of::<i32>()
     }
 
     /// Adds a row. `tokens` are its inputs and one more, from position `start` of `corpus`.

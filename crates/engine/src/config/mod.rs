@@ -28,6 +28,7 @@ mod resolve_averaging;
 mod resolve_data;
 mod resolve_distillation;
 mod resolve_fine_tuning;
+mod resolve_images;
 mod resolve_model;
 mod resolve_parallel;
 mod resolve_pruning;
@@ -41,6 +42,7 @@ mod sections_chat;
 mod sections_distillation;
 mod sections_experts;
 mod sections_fine_tuning;
+mod sections_images;
 mod sections_parallel;
 mod sections_pruning;
 mod sections_quantization;
@@ -57,6 +59,7 @@ pub use presets::PRESETS;
 pub use print::documentation;
 pub use resolve::{Derivation, Inputs, Limits, ModelSource, OptimizerSettings, Pretrained, Resolved, Rope};
 pub(crate) use resolve::{omp_num_threads, usual_sequence_length};
+pub use resolve_images::ImageSettings;
 pub use resolve_model::ModelShape;
 pub use resolve_parallel::Parallel;
 pub use resolve_server::ServerRule;
@@ -68,10 +71,11 @@ pub use sections_chat::*;
 pub use sections_distillation::*;
 pub use sections_experts::*;
 pub use sections_fine_tuning::*;
+pub use sections_images::*;
 pub use sections_parallel::*;
 pub use sections_pruning::*;
 pub use sections_quantization::*;
-pub use value::{ByteSize, ConfigValue, Cuts, Names, Override, Overrides, Reshard, Source, Sources};
+pub use value::{ByteSize, Channels, ConfigValue, Cuts, Names, Override, Overrides, Reshard, Source, Sources};
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -134,6 +138,10 @@ config! {
     tokenizer: TokenizerSection,
     /// Corpora.
     data: DataSection,
+    /// The images of a model of images.
+    images: ImagesSection,
+    /// Random changes to images.
+    augmentation: AugmentationSection,
     /// The limits of a run, and its batch.
     training: TrainingSection,
     /// The update rule.

@@ -42,7 +42,9 @@ fn keys(spec: &ModelSpec) -> Table {
         ("vocab_size", spec.vocab_size, 0),
         ("max_sequence_length", spec.max_positions, 0),
     ] {
-        if value != usual {
+        // The classes of images come from the data, the positions from the images.
+        let of_data = spec.image.is_some() && ["vocab_size", "max_sequence_length"].contains(&key);
+        if value != usual && !of_data {
             set(key, whole(value));
         }
     }

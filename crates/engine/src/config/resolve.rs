@@ -3,6 +3,7 @@
 
 use super::error::Problems;
 use super::mistaken::{hub_dataset, hub_model};
+use super::resolve_images::ImageSettings;
 use super::resolve_model::ModelShape;
 use super::sections::*;
 use super::value::ConfigValue;
@@ -12,6 +13,7 @@ use crate::constraints::WeightConstraints;
 use crate::schedule::{Schedule, usual_warmup};
 use serde::Serialize;
 use std::path::PathBuf;
+use trainyard_model::ImageSpec;
 use trainyard_tensor::cpu::Isa;
 
 /// Upper limit for the tokens of a micro-batch on a rank.
@@ -43,6 +45,8 @@ pub struct Inputs {
     pub sharing: usize,
     /// Tokens in the tokenizer's vocabulary, once it is known.
     pub tokenizer_vocabulary: Option<usize>,
+    /// The names of the classes of images, once the data is opened.
+    pub classes: Option<Vec<String>>,
     /// Facts from the `config.json` in `model.path`, once it is read.
     pub pretrained: Option<Pretrained>,
     /// Sequences of one pass over the training data, once they are opened.
@@ -52,7 +56,7 @@ pub struct Inputs {
 }
 
 /// Facts about a Hugging Face model that the other sections are checked against.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct Pretrained {
     /// Rows of the embedding.
     pub vocab_size: usize,
@@ -60,6 +64,8 @@ pub struct Pretrained {
     pub max_sequence_length: usize,
     /// Transformer blocks.
     pub layers: usize,
+    /// Its images; None for a model of text.
+    pub image: Option<ImageSpec>,
 }
 
 /// The threads of one process, from `OMP_NUM_THREADS`.
@@ -81,6 +87,7 @@ impl Inputs {
             processes: None,
             sharing: 1,
             tokenizer_vocabulary: None,
+            classes: None,
             pretrained: None,
             sequences_per_epoch: None,
             batches_supplied: false,
@@ -173,8 +180,10 @@ pub struct Resolved {
     pub model: ModelSource,
     /// The batch.
     pub batch: Batch,
-    /// Tokens of a sequence.
+    /// Tokens of a sequence; of images, the positions of one.
     pub sequence_length: usize,
+    /// The images; None for text.
+    pub images: Option<ImageSettings>,
     /// The limits of the training.
     pub limits: Limits,
     /// The update rule.
@@ -248,9 +257,13 @@ impl Config {
         requested.compute.threads = requested.compute.threads.filter(|threads| *threads > 0);
         let mut r = Resolver::new(requested.clone());
         r.run();
+        r.images = r.images(inputs);
         let model = r.model(inputs);
         r.fine_tuning();
-        r.tokenizer();
+        match r.images {
+            None => r.tokenizer(),
+            Some(_) => r.only_for_text(),
+        }
         let validation = r.data(inputs);
         let sequence_length = r.sequence_length(inputs);
         let parallel = r.parallel(inputs);
@@ -268,6 +281,10 @@ impl Config {
         let constraints = WeightConstraints { grid: r.quantization(), pruning: r.pruning(limits, optimizer.averaging) };
         r.activation_checkpointing(inputs);
         let (isa, threads) = r.compute(inputs, &parallel);
+        if r.images.is_some() {
+            r.image_divisions(&parallel);
+            r.image_workers(inputs, &parallel, threads);
+        }
         r.memory();
         r.rest(validation);
         r.path_exists("model.path", self.model.path.as_ref());
@@ -283,6 +300,7 @@ impl Config {
             model,
             batch,
             sequence_length,
+            images: r.images,
             limits,
             optimizer,
             constraints,
@@ -306,6 +324,7 @@ impl Config {
     /// Every problem of the model.
     pub fn resolve_model(&self, inputs: &Inputs) -> Result<ModelSource, ConfigError> {
         let mut r = Resolver::new(self.clone());
+        r.images = r.images(inputs);
         let model = r.model(inputs);
         r.problems.into_result(model)
     }
@@ -317,11 +336,13 @@ pub(super) struct Resolver {
     pub(super) config: Config,
     derivations: Vec<Derivation>,
     pub(super) problems: Problems,
+    /// The images, once they are resolved; None for text.
+    pub(super) images: Option<ImageSettings>,
 }
 
 impl Resolver {
     pub(super) fn new(config: Config) -> Resolver {
-        Resolver { config, derivations: Vec::new(), problems: Problems::default() }
+        Resolver { config, derivations: Vec::new(), problems: Problems::default(), images: None }
     }
 
     /// Reports a problem of `key`, shown with the place where the key was set.
@@ -438,32 +459,12 @@ impl Resolver {
         }
     }
 
-    fn tokenizer(&mut self) {
-        let TokenizerSection { path, kind, vocab_size, add_bos } = self.config.tokenizer.clone();
-        let from = match (&path, &self.config.model.path) {
-            (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
-            (None, Some(from)) if crate::pretrained::brings_tokenizer(from) => Some("model.path brings its tokenizer"),
-            // Token files may still have a tokenizer beside them.
-            (None, Some(_)) if kind.is_none() => Some("model.path has no tokenizer, and tokenizer.kind is unset"),
-            (None, _) => None,
-        };
-        if let Some(from) = from {
-            self.unused("tokenizer.kind", &kind, from);
-            return self.unused("tokenizer.vocab_size", &vocab_size, from);
-        }
-        self.unused("tokenizer.add_bos", &add_bos, "a tokenizer that is made here has no beginning-of-text token");
-        let kind = self.settle("tokenizer.kind", &kind, TokenizerKind::Bpe, "no tokenizer.path is given");
-        if kind != TokenizerKind::Bpe {
-            return self.unused("tokenizer.vocab_size", &vocab_size, "only bpe is trained to a size");
-        }
-        let size = self.settle("tokenizer.vocab_size", &vocab_size, 8192, "the usual for small corpora");
-        // Byte-level: every byte is a token, and one more ends a document.
-        self.count("tokenizer.vocab_size", Some(size as u64), 257, 1 << 24);
-    }
-
     fn sequence_length(&mut self, inputs: &Inputs) -> usize {
         let given = self.config.training.sequence_length;
-        let longest = match inputs.pretrained {
+        if let Some(positions) = self.images.as_ref().map(ImageSettings::positions) {
+            return self.of_patches("training.sequence_length", given, positions);
+        }
+        let longest = match &inputs.pretrained {
             Some(pretrained) => Some((pretrained.max_sequence_length, "config.json's longest")),
             None => self.config.model.max_sequence_length.map(|n| (n, "model.max_sequence_length")),
         };
@@ -679,7 +680,7 @@ impl Resolver {
 
     fn activation_checkpointing(&mut self, inputs: &Inputs) {
         let key = "activation_checkpointing.overrides";
-        let layers = inputs.pretrained.map(|pretrained| pretrained.layers).or(self.config.model.layers);
+        let layers = inputs.pretrained.as_ref().map(|pretrained| pretrained.layers).or(self.config.model.layers);
         let Some(layers) = layers else { return };
         for range in self.config.activation_checkpointing.overrides.0.clone() {
             if range.last >= layers {

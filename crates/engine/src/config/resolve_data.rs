@@ -1,4 +1,4 @@
-//! Resolves `[data]` and `[evaluation]`: the training corpora and the validation text.
+//! Resolves `[tokenizer]`, `[data]` and `[evaluation]`: the training corpora and the validation text.
 
 use super::error::Origin;
 use super::resolve::{Inputs, Resolver};
@@ -10,6 +10,30 @@ use trainyard_data::indexed::mask_path;
 use trainyard_data::prepare::VALIDATION_FRACTION;
 
 impl Resolver {
+    /// Resolves `[tokenizer]`.
+    pub(super) fn tokenizer(&mut self) {
+        let TokenizerSection { path, kind, vocab_size, add_bos } = self.config.tokenizer.clone();
+        let from = match (&path, &self.config.model.path) {
+            (Some(_), _) => Some("tokenizer.path already names a tokenizer"),
+            (None, Some(from)) if crate::pretrained::brings_tokenizer(from) => Some("model.path brings its tokenizer"),
+            // Token files may still have a tokenizer beside them.
+            (None, Some(_)) if kind.is_none() => Some("model.path has no tokenizer, and tokenizer.kind is unset"),
+            (None, _) => None,
+        };
+        if let Some(from) = from {
+            self.unused("tokenizer.kind", &kind, from);
+            return self.unused("tokenizer.vocab_size", &vocab_size, from);
+        }
+        self.unused("tokenizer.add_bos", &add_bos, "a tokenizer that is made here has no beginning-of-text token");
+        let kind = self.settle("tokenizer.kind", &kind, TokenizerKind::Bpe, "no tokenizer.path is given");
+        if kind != TokenizerKind::Bpe {
+            return self.unused("tokenizer.vocab_size", &vocab_size, "only bpe is trained to a size");
+        }
+        let size = self.settle("tokenizer.vocab_size", &vocab_size, 8192, "the usual for small corpora");
+        // Byte-level: every byte is a token, and one more ends a document.
+        self.count("tokenizer.vocab_size", Some(size as u64), 257, 1 << 24);
+    }
+
     /// Resolves `[data]`. Returns true if there is validation data.
     pub(super) fn data(&mut self, inputs: &Inputs) -> bool {
         let data = self.config.data.clone();
@@ -75,8 +99,9 @@ impl Resolver {
 
     /// Resolves the keys of conversations. Returns the way in which sequences are cut.
     fn conversations(&mut self, data: &DataSection) -> Sampling {
-        if data.format == DataFormat::Text {
-            let because = "data.format is \"text\"";
+        if data.format != DataFormat::Chat {
+            let because = format!("data.format is \"{}\"", data.format);
+            let because = because.as_str();
             self.unused("data.loss_on", &data.loss_on, because);
             self.unused("data.chat_template", &data.chat_template, because);
             let is_masked =

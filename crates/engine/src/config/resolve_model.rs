@@ -2,12 +2,13 @@
 
 use super::presets::activation;
 use super::resolve::{Inputs, ModelSource, OptimizerSettings, Resolver, Rope};
+use super::resolve_images::ImageSettings;
 use super::sections::*;
 use super::sections_experts::*;
 use super::{Config, ConfigError, Origin, Section};
 use serde::Serialize;
 use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
-use trainyard_model::{ExpertsSpec, Family, Gate, ModelSpec};
+use trainyard_model::{ExpertsSpec, Family, Gate, ImageSpec, ModelSpec};
 
 /// Keys of `[model]` that may be given beside a Hugging Face folder.
 const BESIDE_PATH: [&str; 4] = ["preset", "path", "load_weights", "dropout"];
@@ -46,6 +47,7 @@ pub struct ModelShape {
     pub init_std: f64,
     pub mup_base_dim: Option<usize>,
     pub experts: Option<ExpertsSpec>,
+    pub image: Option<ImageSpec>,
 }
 
 impl Resolver {
@@ -82,7 +84,18 @@ impl Resolver {
                         }
                     }
                 }
-                if let (Some(pretrained), Some(vocabulary)) = (inputs.pretrained, inputs.tokenizer_vocabulary)
+                if let (Some(pretrained), Some(classes)) = (&inputs.pretrained, &inputs.classes)
+                    && classes.len() != pretrained.vocab_size
+                {
+                    let message = format!(
+                        "the model in model.path has {} classes, and the images have {}: a head for other classes is not \
+                         made; begin with load_weights = false from a shape of your own",
+                        pretrained.vocab_size,
+                        classes.len()
+                    );
+                    self.problem("model.path", message);
+                }
+                if let (Some(pretrained), Some(vocabulary)) = (&inputs.pretrained, inputs.tokenizer_vocabulary)
                     && vocabulary > pretrained.vocab_size
                 {
                     let rows = pretrained.vocab_size;
@@ -171,11 +184,13 @@ impl Resolver {
 
         let key = "model.max_sequence_length";
         let sequence_length = self.config.training.sequence_length;
-        let max_sequence_length = match (m.max_sequence_length, sequence_length) {
-            (Some(given), _) => given,
-            (None, Some(length)) => self.settle(key, &None, length, "training.sequence_length"),
+        let positions = self.images.as_ref().map(ImageSettings::positions);
+        let max_sequence_length = match (positions, m.max_sequence_length, sequence_length) {
+            (Some(positions), given, _) => self.of_patches(key, given, positions),
+            (None, Some(given), _) => given,
+            (None, None, Some(length)) => self.settle(key, &None, length, "training.sequence_length"),
             // The missing training.sequence_length is reported elsewhere, once.
-            (None, None) => 1,
+            (None, None, None) => 1,
         };
         self.count(key, Some(max_sequence_length as u64), 1, 1 << 24);
         let norm_eps = self.settle("model.norm_eps", &m.norm_eps, usual.norm_eps, as_usual);
@@ -224,6 +239,7 @@ impl Resolver {
             init_std,
             mup_base_dim: m.mup_base_dim,
             experts: self.experts(family, &family.usual(&sizes), ffn_dim),
+            image: self.images.as_ref().map(|images| images.form.clone()),
         }
     }
 
@@ -310,6 +326,10 @@ impl Resolver {
     }
 
     fn vocabulary(&mut self, m: &ModelSection, inputs: &Inputs) -> Option<usize> {
+        if self.images.is_some() {
+            self.unused("model.vocab_multiple", &m.vocab_multiple, "the images say how many classes there are");
+            return self.classes(m.vocab_size, inputs);
+        }
         let key = "model.vocab_size";
         let from_preset = matches!(self.origin(key), Origin::Preset(_));
         let tokenizer = &self.config.tokenizer;

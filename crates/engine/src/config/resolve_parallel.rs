@@ -228,7 +228,7 @@ impl Resolver {
             _ => chunks,
         };
         let stretches = stages.saturating_mul(of_a_stage);
-        let layers = inputs.pretrained.map(|pretrained| pretrained.layers).or(self.config.model.layers);
+        let layers = inputs.pretrained.as_ref().map(|pretrained| pretrained.layers).or(self.config.model.layers);
         let units = layers.map_or(usize::MAX, |layers| layers.saturating_add(2));
         let ascending = cuts.is_sorted_by(|a, b| a < b) && cuts.first() != Some(&0);
         let inside = cuts.last().is_none_or(|last| *last < units);

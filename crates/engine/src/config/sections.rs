@@ -288,12 +288,12 @@ section! {
         /// Width of a head. Unset: `dim / heads`.
         #[elsewhere("kv_channels")]
         head_dim: Option<usize> = None;
-        /// Width of the MLP. Unset: 4 x `dim` for gpt2; 8/3 x `dim`, rounded up to a multiple of
-        /// 64, for the other families.
+        /// Width of the MLP. Unset: 4 x `dim` for gpt2 and vit; 8/3 x `dim`, rounded up to a
+        /// multiple of 64, for the other families.
         #[elsewhere("intermediate_size", "n_inner", "ffn_hidden_size", "hidden_dim")]
         ffn_dim: Option<usize> = None;
         /// Rows of the embedding. Unset: the tokenizer's vocabulary, rounded up to
-        /// `vocab_multiple`.
+        /// `vocab_multiple`; of images, the classes of the data.
         #[elsewhere("padded_vocab_size")]
         vocab_size: Option<usize> = None;
         /// A derived `vocab_size` is rounded up to a multiple of this, so that products with the
@@ -303,7 +303,8 @@ section! {
         /// The longest sequence the model takes. Unset: `training.sequence_length`.
         #[elsewhere("max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")]
         max_sequence_length: Option<usize> = None;
-        /// Added to the variance inside normalisations. Unset: 1e-5; 1e-6 for gemma3 and olmo2.
+        /// Added to the variance inside normalisations. Unset: 1e-5; 1e-6 for gemma3 and
+        /// olmo2; 1e-12 for vit.
         #[elsewhere("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")]
         norm_eps: Option<f64> = None;
         /// Base of the rotary frequencies; in gemma3 of the layers without a window, those with one
@@ -336,12 +337,13 @@ section! {
         /// Use the embedding, transposed, as the head. Unset: true for gpt2 and gemma3, else false.
         #[elsewhere("tie_word_embeddings", "weight_tying")]
         tie_embeddings: Option<bool> = None;
-        /// Biases on queries, keys and values. Unset: true for gpt2, else false (Qwen2 has them).
+        /// Biases on queries, keys and values. Unset: true for gpt2 and vit, else false (Qwen2 has
+        /// them).
         #[elsewhere("attention_bias", "add_qkv_bias")]
         qkv_bias: Option<bool> = None;
-        /// A bias on attention's output. Unset: true for gpt2, else false.
+        /// A bias on attention's output. Unset: true for gpt2 and vit, else false.
         output_bias: Option<bool> = None;
-        /// Biases in the MLP, in gpt2 and llama. Unset: true for gpt2, else false.
+        /// Biases in the MLP, in gpt2, vit and llama. Unset: true for gpt2 and vit, else false.
         mlp_bias: Option<bool> = None;
         /// RMSNorm on the queries and keys of each head (Qwen3, Gemma 3) or of all heads together
         /// (OLMo 2). Unset: true for gemma3 and olmo2, which have no other, else false.
@@ -351,8 +353,8 @@ section! {
         /// of six layers. Unset: 512 for gemma3, else all.
         #[elsewhere("window_size", "attention_window")]
         sliding_window: Option<usize> = None;
-        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2 and gemma3, else silu. Only gpt2
-        /// takes another.
+        /// The nonlinearity of the MLP. Unset: gelu_tanh for gpt2 and gemma3, gelu for vit, else
+        /// silu. Only gpt2 and vit take another.
         #[elsewhere("hidden_act", "activation_function")]
         activation: Option<Activation> = None;
         /// Probability with which elements of the embeddings, and of the outputs that blocks add to

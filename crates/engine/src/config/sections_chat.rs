@@ -10,6 +10,8 @@ choices! {
         /// JSONL of conversations: `messages` (`role`, `content`), `conversations` (`from`,
         /// `value`), or `prompt` and `completion`.
         Chat = "chat",
+        /// Images: a folder with a folder for each class, or WebDataset tar with `cls` or `json`.
+        Images = "images",
     }
 }
 

@@ -320,6 +320,27 @@ impl ConfigValue for Names {
     }
 }
 
+/// A number for each of red, green and blue.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Channels(pub [f64; 3]);
+
+impl ConfigValue for Channels {
+    fn expected() -> String {
+        "a list of three numbers, or one number for all three".to_owned()
+    }
+    fn from_value(value: &Value) -> Result<Self, String> {
+        let Value::Array(list) = value else {
+            return f64::from_value(value).map(|one| Channels([one; 3])).map_err(|_| wrong::<Self>(value));
+        };
+        let numbers: Vec<f64> =
+            list.iter().map(f64::from_value).collect::<Result<_, _>>().map_err(|_| wrong::<Self>(value))?;
+        numbers.try_into().map(Channels).map_err(|_| wrong::<Self>(value))
+    }
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::Array(self.0.map(Value::Float).into()))
+    }
+}
+
 /// Corpora, in order; see [`Source`].
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Sources(pub Vec<Source>);

@@ -25,6 +25,7 @@ use crate::evaluate::TextLoss;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use trainyard_model::units::Hits;
 use trainyard_model::{LayerRouting, RoutingRecord};
 
 /// One optimizer step.
@@ -46,8 +47,11 @@ pub struct StepMetrics {
     /// Passes over the training data since the beginning of the run, including this step.
     #[serde(default)]
     pub epoch: f64,
-    /// Tokens per second in this step.
+    /// Tokens per second in this step; of images, positions.
     pub tps: f64,
+    /// Images per second in this step; absent for text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub images_per_s: Option<f64>,
     /// Model TFLOP/s in this step: the operations of the model's mathematics, without
     /// recomputation.
     pub tflops: f64,
@@ -153,7 +157,13 @@ pub struct EvaluationMetrics {
     /// Mean loss of a token under the average of the weights, if one is kept and has taken some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub averaged_loss: Option<f64>,
-    /// Tokens that were predicted.
+    /// The share of images whose class has the highest score; absent for text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub top1: Option<f64>,
+    /// The share of images whose class is among the five highest scores.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub top5: Option<f64>,
+    /// Tokens that were predicted; of images, their number.
     pub tokens: u64,
     /// Duration in seconds.
     pub seconds: f64,
@@ -182,12 +192,20 @@ impl EvaluationMetrics {
         let bits_per_byte =
             bytes.filter(|bytes| *bytes > 0).map(|bytes| loss_sum / std::f64::consts::LN_2 / bytes as f64);
         let (perplexity, averaged_loss, texts) = (loss.exp(), None, Vec::new());
-        EvaluationMetrics { step, loss, perplexity, bits_per_byte, averaged_loss, tokens, seconds, texts }
+        let (top1, top5) = (None, None);
+        EvaluationMetrics { step, loss, perplexity, bits_per_byte, averaged_loss, top1, top5, tokens, seconds, texts }
     }
 
     /// With the mean loss under the average of the weights.
     pub fn with_average(self, averaged_loss: Option<f64>) -> EvaluationMetrics {
         EvaluationMetrics { averaged_loss, ..self }
+    }
+
+    /// With the shares of images whose class was found; as it is if they are None.
+    pub fn with_accuracy(self, hits: Option<Hits>) -> EvaluationMetrics {
+        let share = |right: u64, hits: &Hits| right as f64 / hits.counted.max(1) as f64;
+        let [top1, top5] = [hits.map(|hits| share(hits.top1, &hits)), hits.map(|hits| share(hits.top5, &hits))];
+        EvaluationMetrics { top1, top5, ..self }
     }
 
     /// With the losses of each text, if there are several and some of each was read.
@@ -366,6 +384,8 @@ impl Recorder {
             ("validation_metrics/perplexity".to_owned(), metrics.perplexity),
         ];
         scalars.extend(metrics.bits_per_byte.map(|bits| ("validation_metrics/bits_per_byte".to_owned(), bits)));
+        scalars.extend(metrics.top1.map(|share| ("validation_metrics/top1".to_owned(), share)));
+        scalars.extend(metrics.top5.map(|share| ("validation_metrics/top5".to_owned(), share)));
         scalars.extend(metrics.averaged_loss.map(|loss| ("validation_metrics/averaged_loss".to_owned(), loss)));
         scalars.extend(metrics.texts.iter().map(|text| (format!("validation_metrics/loss/{}", text.name), text.loss)));
         self.events.as_mut().map_or(Ok(()), |events| events.scalars(metrics.step, &scalars))
@@ -494,6 +514,7 @@ pub(crate) mod tests {
             tokens: step * 2048,
             epoch: step as f64 / 64.0,
             tps: 2300.0,
+            images_per_s: None,
             tflops: 1.9,
             mfu: Some(0.31),
             step_s: 0.89,

@@ -3,6 +3,7 @@
 use super::{Run, report};
 use crate::Result;
 use crate::evaluate::{Evaluation, EvaluationSettings, evaluate_until};
+use crate::images::evaluate_images_until;
 use crate::metrics::EvaluationMetrics;
 use std::time::Instant;
 
@@ -25,11 +26,12 @@ impl Run<'_> {
             self.progress.note("the evaluation was left off");
             return Ok(false);
         };
-        let Evaluation { loss_sum, targets, text_bytes, texts } = weights;
+        let Evaluation { loss_sum, targets, text_bytes, texts, hits } = weights;
         let step = self.session.state.step;
         let metrics = EvaluationMetrics::new(step, loss_sum, targets, text_bytes, began.elapsed().as_secs_f64())
             .with_texts(&self.session.validation_names, &texts)
-            .with_average(average.as_ref().map(Evaluation::loss));
+            .with_average(average.as_ref().map(Evaluation::loss))
+            .with_accuracy(hits);
         if let Some(recorder) = &mut self.recorder {
             recorder.evaluation(&metrics)?;
         }
@@ -73,6 +75,9 @@ impl Run<'_> {
             session.world.broadcast(&mut word, 0)?;
             Ok(word[0] == 1)
         };
-        evaluate_until(&session.rank, &session.validation, &session.tokenizer, settings, &mut stops)
+        match &session.tokenizer {
+            Some(tokenizer) => evaluate_until(&session.rank, &session.validation, tokenizer, settings, &mut stops),
+            None => evaluate_images_until(&session.rank, &session.held_back, settings.rows, &mut stops),
+        }
     }
 }

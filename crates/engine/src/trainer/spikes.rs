@@ -15,7 +15,7 @@ use crate::recording::Recording;
 use crate::session::Session;
 use crate::warning::warning;
 use std::time::Instant;
-use trainyard_data::Position;
+use trainyard_data::{Position, Samples};
 use trainyard_record::health::{HealthEvent, Symptom};
 
 /// Returns to one checkpoint after which the next spike ends the run: the cause is not the data.
@@ -60,6 +60,8 @@ impl Run<'_> {
     /// Says and writes that the step that has just run ended the fourth pass over a corpus.
     pub(super) fn say_repetition(&mut self, step: u64) -> Result<()> {
         let Session { dataset, state, resolved, .. } = &*self.session;
+        // Many passes are usual over images, which change from pass to pass.
+        let Samples::Text(dataset) = dataset else { return Ok(()) };
         let count = resolved.batch.global as u64;
         let first = state.samples - count;
         let ended = |corpus: &usize| {

@@ -99,8 +99,7 @@ pub fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usiz
     let targets: Vec<i32> = texts.iter().flat_map(|t| t[1..].to_vec()).collect();
     let positions: Vec<i32> = (0..rows).flat_map(|_| 0..LENGTH as i32).collect();
     let cu_seqlens: Vec<i32> = (0..=rows).map(|r| (r * LENGTH) as i32).collect();
-    let slices =
-        BatchSlices { tokens: &tokens, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
     model.batch(device, &slices).unwrap()
 }
 
@@ -126,7 +125,7 @@ pub fn documents(device: &Device, model: &Model, step: u64, first: usize, rows: 
             }
         }
     }
-    let slices = BatchSlices { tokens: &all, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    let slices = BatchSlices::of_text(&all, Some(&targets), &positions, &cu_seqlens);
     model.batch(device, &slices).unwrap()
 }
 

@@ -147,8 +147,7 @@ fn documents(trial: &Trial, device: &Device, model: &Model, number: usize, lengt
         }
         cu_seqlens.push(tokens.len() as i32);
     }
-    let slices =
-        BatchSlices { tokens: &tokens, targets: Some(&targets), positions: &positions, cu_seqlens: &cu_seqlens };
+    let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
     model.batch(device, &slices).unwrap()
 }
 

@@ -347,7 +347,7 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
             let corpus = open_text(&[folder.path().join("text.txt")], "text", false).unwrap();
             let out = folder.path().join("tokens");
             let options = PrepareOptions { validation_fraction: 0.0, reuse: true, ..PrepareOptions::new(out) };
-            let made = prepare(&corpus, &trained.tokenizer, &options, |_| ()).unwrap();
+            let made = prepare(&corpus, trained.tokenizer.as_ref().unwrap(), &options, |_| ()).unwrap();
             let texts = [IndexedTokens::open(&made.train).unwrap()];
             let settings = EvaluationSettings {
                 sequence_length: 32,
@@ -355,8 +355,8 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
                 respect_document_boundaries: true,
                 tokens_max: Some(9 * 32),
             };
-            let loss = evaluate(&trained.rank, &texts, &trained.tokenizer, settings).unwrap();
-            let prompt = trained.tokenizer.encode("17 42").unwrap();
+            let loss = evaluate(&trained.rank, &texts, trained.tokenizer.as_ref().unwrap(), settings).unwrap();
+            let prompt = trained.tokenizer.as_ref().unwrap().encode("17 42").unwrap();
             // The text is longer than the context, so the context slides.
             let samplings =
                 [Sampling { temperature: 0.0, ..Sampling::default() }, Sampling { seed: 3, ..Sampling::default() }];

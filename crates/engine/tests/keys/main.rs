@@ -142,7 +142,7 @@ fn run(folder: &Path, sets: &[&str]) -> Seen {
                 own.program = format!("{:?}", session.programs);
                 own.memory = format!("{:?}", session.prediction.purposes());
                 own.model = fs::read_to_string(session.folder.join(files::MODEL)).unwrap_or_default();
-                own.tokenizer = session.tokenizer.fingerprint();
+                own.tokenizer = session.tokenizer.as_ref().map_or_else(String::new, |own| own.fingerprint().to_owned());
                 own.device = format!("{:?}", session.rank.device());
                 let (stop, process_start) = (AtomicBool::new(false), Instant::now());
                 let on_stuck = |what: &str| panic!("nothing here hangs for ever: {what}");
@@ -161,7 +161,16 @@ fn run(folder: &Path, sets: &[&str]) -> Seen {
     seen
 }
 
-/// Makes texts, a tokenizer and a Hugging Face folder.
+/// Writes a picture of 11 x 9 pixels without a pattern.
+fn write_picture(path: &Path, seed: usize) {
+    let mut encoder = png::Encoder::new(fs::File::create(path).unwrap(), 11, 9);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    let pixels: Vec<u8> = (0..11 * 9 * 3).map(|i| ((i * i * 7 + i * 31 + seed * 97) % 251) as u8).collect();
+    encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
+}
+
+/// Makes texts, pictures, a tokenizer and a Hugging Face folder.
 fn prepared() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, text: String| fs::write(folder.path().join(name), text).unwrap();
@@ -182,6 +191,11 @@ fn prepared() -> tempfile::TempDir {
     write("lines.jsonl", (0..80).map(line).collect());
     Tokenizer::characters_from("0123456789 adnil").unwrap().save(&folder.path().join("tok.json")).unwrap();
 
+    for (seed, class) in ["a", "b", "a", "b", "a", "b"].into_iter().enumerate() {
+        fs::create_dir_all(folder.path().join("pictures").join(class)).unwrap();
+        write_picture(&folder.path().join("pictures").join(class).join(format!("{seed}.png")), seed);
+    }
+
     let config = BASE.replace("{F}", &folder.path().display().to_string());
     let config = Config::parse("keys.toml".as_ref(), &config, &["training.seed=5".to_owned()]).unwrap();
     world::on_threads(1, |world| {
@@ -192,7 +206,7 @@ fn prepared() -> tempfile::TempDir {
             Ok(masters.with_data(|values: &[f32]| out.copy_from_slice(values))?)
         };
         export(&folder.path().join("hf"), session.rank.model(), ExportOptions::default(), values)?;
-        session.tokenizer.save_hugging_face(&folder.path().join("hf"), 16)?;
+        session.tokenizer.as_ref().unwrap().save_hugging_face(&folder.path().join("hf"), 16)?;
         Ok(())
     })
     .unwrap();

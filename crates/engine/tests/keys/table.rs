@@ -75,6 +75,42 @@ const LLAMA3: &[&str] = &[
 const YARN: &[&str] =
     &["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_theta=100"];
 const TALKS: &[&str] = &["data.train={F}/talks.jsonl", "data.format=chat", "data.chat_template=chatml"];
+const IMAGES: &[&str] = &[
+    "model.family=vit",
+    "data.format=images",
+    "data.train={F}/pictures",
+    "data.cache=auto",
+    "data.validation_fraction=0",
+    "tokenizer.kind=auto",
+    "training.sequence_length=auto",
+    "images.size=8",
+    "images.patch_size=4",
+    "augmentation.crop=false",
+    "augmentation.flip=0",
+];
+const CROPPED: &[&str] = &[
+    "model.family=vit",
+    "data.format=images",
+    "data.train={F}/pictures",
+    "data.cache=auto",
+    "data.validation_fraction=0",
+    "tokenizer.kind=auto",
+    "training.sequence_length=auto",
+    "images.size=8",
+    "images.patch_size=4",
+];
+const RAND_AUGMENT: &[&str] = &[
+    "model.family=vit",
+    "data.format=images",
+    "data.train={F}/pictures",
+    "data.cache=auto",
+    "data.validation_fraction=0",
+    "tokenizer.kind=auto",
+    "training.sequence_length=auto",
+    "images.size=8",
+    "images.patch_size=4",
+    "augmentation.rand_augment_operations=2",
+];
 const TEACHER: &[&str] = &["distillation.teacher={F}/hf"];
 const JENSEN: &[&str] = &["distillation.teacher={F}/hf", "distillation.divergence=jensen_shannon"];
 const FROZEN: &[&str] = &["fine_tuning.freeze=['block.*']"];
@@ -224,6 +260,25 @@ pub const ROWS: &[Row] = &[
     ),
     row("data.warm", &[], &[], Elsewhere("crates/cli/tests/data.rs", "text_is_cleaned_mixed_prepared_and_trained_on")),
     row("data.cache", &[], &["data.cache={F}/another-cache"], Made("another-cache")),
+    row("images.size", IMAGES, &["images.size=16"], Model),
+    row("images.resize", IMAGES, &["images.resize=12"], Losses),
+    row("images.patch_size", IMAGES, &["images.patch_size=2"], Model),
+    row("images.mean", IMAGES, &["images.mean=[0.4, 0.5, 0.6]"], Losses),
+    row("images.std", IMAGES, &["images.std=0.25"], Losses),
+    row("augmentation.crop", IMAGES, &["augmentation.crop=true"], Losses),
+    row("augmentation.crop_area_min", CROPPED, &["augmentation.crop_area_min=0.9"], Losses),
+    row("augmentation.crop_area_max", CROPPED, &["augmentation.crop_area_max=0.2"], Losses),
+    row("augmentation.crop_ratio_min", CROPPED, &["augmentation.crop_ratio_min=0.2"], Losses),
+    row("augmentation.crop_ratio_max", CROPPED, &["augmentation.crop_ratio_max=5"], Losses),
+    row("augmentation.flip", IMAGES, &["augmentation.flip=1"], Losses),
+    row("augmentation.brightness", IMAGES, &["augmentation.brightness=0.5"], Losses),
+    row("augmentation.contrast", IMAGES, &["augmentation.contrast=0.5"], Losses),
+    row("augmentation.saturation", IMAGES, &["augmentation.saturation=0.5"], Losses),
+    row("augmentation.hue", IMAGES, &["augmentation.hue=0.3"], Losses),
+    row("augmentation.rand_augment_operations", IMAGES, &["augmentation.rand_augment_operations=3"], Losses),
+    row("augmentation.rand_augment_magnitude", RAND_AUGMENT, &["augmentation.rand_augment_magnitude=25"], Losses),
+    row("augmentation.mixup", IMAGES, &["augmentation.mixup=0.5"], Losses),
+    row("augmentation.cutmix", IMAGES, &["augmentation.cutmix=1"], Losses),
     row("training.steps", &[], &["training.steps=2"], Steps),
     row("training.epochs", &[], &["training.epochs=0.02"], Steps),
     row("training.tokens", &[], &["training.tokens=64"], Steps),

@@ -2,8 +2,8 @@
 //! its matrices transposed.
 
 use super::{
-    Class, Definition, EmbeddingScale, Form, GPT2, Gains, HeadsKind, MlpKind, NormKind, NormPlaces, Positions,
-    QkNormKind, ResidualInit, Row, Sizes, refuse, row, transposed,
+    AttentionKind, Class, Definition, EmbeddingScale, Form, GPT2, Gains, HeadsKind, Input, MlpKind, NormKind,
+    NormPlaces, Positions, QkNormKind, ResidualInit, Row, Sizes, refuse, row, transposed,
 };
 use crate::Result;
 use crate::gguf::{self, Layout};
@@ -98,6 +98,8 @@ impl Definition for Gpt2 {
 
     fn form(&self) -> Form {
         Form {
+            input: Input::Tokens,
+            attention: AttentionKind::Causal,
             norm: NormKind::Layer,
             gains: Gains::Weight,
             norms: NormPlaces::Before,
@@ -140,6 +142,7 @@ impl Definition for Gpt2 {
             attention_scalar: None,
             sliding_window: None,
             sliding_layers: None,
+            image: None,
             dropout: 0.0,
             init_std: 0.02,
             mup_base_dim: None,

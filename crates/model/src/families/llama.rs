@@ -2,8 +2,8 @@
 //! Qwen2, Qwen3 and SmolLM are this with other fields.
 
 use super::{
-    Class, Definition, EmbeddingScale, Form, GPT2, Gains, HeadsKind, LLAMA, MlpKind, NormKind, NormPlaces, Positions,
-    QkNormKind, ResidualInit, Row, Sizes, refuse, row,
+    AttentionKind, Class, Definition, EmbeddingScale, Form, GPT2, Gains, HeadsKind, Input, LLAMA, MlpKind, NormKind,
+    NormPlaces, Positions, QkNormKind, ResidualInit, Row, Sizes, refuse, row,
 };
 use crate::Result;
 use crate::gguf::{self, Layout};
@@ -86,6 +86,8 @@ const GGUF_FORM: gguf::Form = gguf::Form {
 
 /// The form of Llama's blocks, which many families share.
 pub(super) const FORM: Form = Form {
+    input: Input::Tokens,
+    attention: AttentionKind::Causal,
     norm: NormKind::Rms,
     gains: Gains::Weight,
     norms: NormPlaces::Before,

@@ -15,6 +15,7 @@ mod mixtral;
 mod olmo2;
 mod phi3;
 mod qwen3_moe;
+mod vit;
 
 use crate::gguf;
 use crate::hf::{ConfigError, Keys, Written};
@@ -48,9 +49,11 @@ pub const MIXTRAL: Family = Family(&mixtral::Mixtral);
 pub const QWEN3_MOE: Family = Family(&qwen3_moe::Qwen3Moe);
 /// The experts of DeepSeek-V3 behind plain attention.
 pub const DOTS1: Family = Family(&dots1::Dots1);
+/// Vision Transformers.
+pub const VIT: Family = Family(&vit::Vit);
 
 /// Every family.
-pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, DOTS1];
+pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, DOTS1, VIT];
 
 /// A family, by reference to its definition.
 #[derive(Clone, Copy)]
@@ -81,6 +84,11 @@ pub trait Definition: Send + Sync {
     /// Endings of the names of tensors that old files hold beside weights: masks and tables.
     fn buffers(&self) -> &'static [&'static str] {
         &[]
+    }
+
+    /// The shape of tensor `file` in files, where it is not that of its rows and columns.
+    fn file_shape(&self, _spec: &ModelSpec, _file: &str) -> Option<Vec<usize>> {
+        None
     }
 
     /// The form of its blocks.
@@ -188,6 +196,10 @@ pub struct Class {
 /// The form of a family's blocks, embedding and head: the choices that its members share.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Form {
+    /// The input, and with it the first and the last unit.
+    pub input: Input,
+    /// The positions of its sequence that a position attends to.
+    pub attention: AttentionKind,
     /// The normalisation.
     pub norm: NormKind,
     /// The gains of RMS norms as a function of their weights.
@@ -206,6 +218,25 @@ pub struct Form {
     pub heads: HeadsKind,
     /// The initial values of the products that end on the residual stream.
     pub residual_init: ResidualInit,
+}
+
+/// An input.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Input {
+    /// Tokens of text: a token table in front, logits of the next token behind.
+    Tokens,
+    /// Patches of an image behind a class token: a projection of patches in front, logits of the
+    /// image's class behind (Dosovitskiy et al. 2020).
+    Patches,
+}
+
+/// The positions of its sequence that a position attends to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AttentionKind {
+    /// Itself and those before it.
+    Causal,
+    /// All.
+    Full,
 }
 
 /// A normalisation.
@@ -293,7 +324,7 @@ pub struct Row {
     /// The tensors of files that it is made of, one below the other; `{}` is the number of the
     /// layer, `{e}` that of an expert. One, or as many as the cut has parts ([`Cut::HeadRows`]:
     /// query, key, value; [`Cut::GateUpRows`] and its relatives: gate, up); for each expert where
-    /// the cut is of experts.
+    /// the cut is of experts. Several of [`Cut::Residual`] are one row each.
     pub files: &'static [&'static str],
     /// True if files hold it transposed: [in, out].
     pub transposed: bool,
@@ -330,6 +361,7 @@ impl Row {
             Cut::SharedUpRows => vec![experts.map_or(0, |experts| experts.shared_ffn_dim); 2],
             Cut::HeadRows if self.files.len() == 3 => vec![q, kv, kv],
             Cut::GateUpRows if self.files.len() == 2 => vec![spec.ffn_dim; 2],
+            Cut::Residual if self.files.len() > 1 => vec![1; self.files.len()],
             _ => vec![rows],
         };
         parts.into_iter().enumerate().map(|(file, rows)| (self.file(file, layer), rows)).collect()
@@ -418,6 +450,9 @@ impl<'a> Parameters<'a> {
         let row = self.spec.family.row(name);
         let sources = row.map(|row| row.sources(self.spec, self.layer, shape.first().copied().unwrap_or(1)));
         parameter = parameter.fused(&sources.unwrap_or_default());
+        for source in &mut parameter.sources {
+            source.file_shape = self.spec.family.file_shape(self.spec, &source.hf_name);
+        }
         self.slots.add(if row.is_some_and(|row| row.transposed) { parameter.transposed() } else { parameter })
     }
 
@@ -522,6 +557,7 @@ mod tests {
             for (index, row) in family.parameters().iter().enumerate() {
                 let parts = match row.cut {
                     Cut::HeadRows => [1, 3],
+                    Cut::Residual => [1, 2],
                     Cut::GateUpRows => [1, 2],
                     Cut::ExpertsUpRows | Cut::SharedUpRows => [2, 2],
                     _ => [1, 1],

@@ -37,13 +37,15 @@ pub fn config_json(spec: &ModelSpec, dtype: DType) -> Result<String, ConfigError
     let mut keys = Written::default();
     keys.set("architectures", json!([class.architecture]));
     keys.set("model_type", json!(class.model_type));
-    keys.set("vocab_size", json!(spec.vocab_size));
-    keys.set("tie_word_embeddings", json!(spec.tie_embeddings));
     keys.set("initializer_range", json!(spec.init_std));
-    keys.set("use_cache", json!(true));
-    keys.set("bos_token_id", json!(spec.bos_token));
-    keys.set("eos_token_id", eos(spec));
-    keys.set("pad_token_id", json!(spec.pad_token));
+    if spec.image.is_none() {
+        keys.set("vocab_size", json!(spec.vocab_size));
+        keys.set("tie_word_embeddings", json!(spec.tie_embeddings));
+        keys.set("use_cache", json!(true));
+        keys.set("bos_token_id", json!(spec.bos_token));
+        keys.set("eos_token_id", eos(spec));
+        keys.set("pad_token_id", json!(spec.pad_token));
+    }
     spec.family.write_config(spec, class, &mut keys);
     // transformers 5 and 4, in this order.
     keys.set("dtype", json!(dtype_name(dtype)));
@@ -98,7 +100,7 @@ fn dtype_name(dtype: DType) -> &'static str {
     }
 }
 
-fn pretty(value: Value) -> String {
+pub(super) fn pretty(value: Value) -> String {
     let mut text = serde_json::to_string_pretty(&value).expect("a JSON value of strings and numbers");
     text.push('\n');
     text

@@ -9,11 +9,13 @@
 mod export;
 mod import;
 mod keys;
+mod preprocessor;
 mod written;
 
 pub use export::{config_json, export_note, generation_config_json, generation_eos, implied_zeros};
 pub use import::{Imported, from_config_json};
 pub use keys::Keys;
+pub use preprocessor::{preprocessor_config_json, read_preprocessor};
 pub use written::{Written, activation_name};
 
 use crate::ModelError;
@@ -65,6 +67,9 @@ pub enum ConfigError {
     /// The values do not describe a valid model.
     #[error("config.json describes no valid model: {0}")]
     Invalid(Box<ModelError>),
+    /// A `preprocessor_config.json` that is none, or that asks for what is not done here.
+    #[error("preprocessor_config.json: {0}")]
+    Preprocessor(String),
     /// A `generation_config.json` that is none.
     #[error("generation_config.json is damaged: {0}")]
     Generation(String),

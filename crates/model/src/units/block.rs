@@ -3,7 +3,7 @@
 
 use super::experts::Experts;
 use super::norm::Norm;
-use crate::families::{Gains, MlpKind, NormPlaces, Parameters, QkNormKind};
+use crate::families::{AttentionKind, Gains, MlpKind, NormPlaces, Parameters, QkNormKind};
 use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
 use crate::spec::{self, ModelSpec};
@@ -123,7 +123,10 @@ impl Block {
         });
         let norm2 = before.then(|| Norm::new(&mut parameters, "norm2"));
         let post_norm = ["post_norm1", "post_norm2"].map(|name| after.then(|| Norm::new(&mut parameters, name)));
-        let attention = AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim);
+        let attention = AttentionSpec {
+            causal: form.attention == AttentionKind::Causal,
+            ..AttentionSpec::causal(spec.heads, spec.kv_heads, head_dim)
+        };
         let scale = spec.attention_scalar.map_or(attention.scale, |scalar| scalar.sqrt().recip() as f32);
         let mlp = match (experts, down) {
             (Some(experts), _) => Mlp::Experts(Experts::new(&mut parameters, experts)),

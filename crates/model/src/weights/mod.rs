@@ -29,6 +29,8 @@ use std::path::PathBuf;
 pub const SINGLE: &str = "model.safetensors";
 /// The name of the index when they are several.
 pub const INDEX: &str = "model.safetensors.index.json";
+/// The settings of a model of images for its pixels.
+pub const PREPROCESSOR: &str = "preprocessor_config.json";
 
 /// The errors of weight files.
 #[derive(Debug, thiserror::Error)]

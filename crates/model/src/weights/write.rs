@@ -2,8 +2,8 @@
 
 use super::file::StoredDType;
 use super::packed::{PackedFormat, PackedMatrix, is_packed};
-use super::{INDEX, SINGLE, WeightsError};
-use crate::hf::{config_json, generation_config_json, implied_zeros};
+use super::{INDEX, PREPROCESSOR, SINGLE, WeightsError};
+use crate::hf::{config_json, generation_config_json, implied_zeros, preprocessor_config_json};
 use crate::parameter::{ParameterSpec, Source};
 use crate::{Model, ModelError};
 use serde_json::{Map, Value, json};
@@ -73,8 +73,8 @@ impl Planned {
     }
 }
 
-/// Writes `config.json`, `generation_config.json` and the weights of `model` into `folder`, which
-/// is created if missing.
+/// Writes `config.json`, `generation_config.json` (of a model of images, `preprocessor_config.json`)
+/// and the weights of `model` into `folder`, which is created if missing.
 ///
 /// `values(unit, out)` fills the flat buffer of a unit (laid out for one shard). It is called once
 /// for each unit, so that at most one unit is in memory. Files appear under their names when they
@@ -111,6 +111,10 @@ pub fn export_packed<E>(
 where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
+    if model.spec().is_some_and(|spec| spec.image.is_some()) {
+        let why = "models of images are not written in few bits: export them as f32, bf16 or f16";
+        return Err(WeightsError::NotExportable(why.into()).into());
+    }
     let transposed = |(_, spec): &(ParamId, &ParameterSpec)| spec.sources.iter().any(|source| source.transposed);
     if model.parameters().any(|parameter| transposed(&parameter)) {
         let why = "its files hold transposed matrices, and compressed-tensors packs those of linear layers only";
@@ -170,8 +174,13 @@ where
     if plan.names.len() > 1 {
         written.push(put(folder, INDEX, plan.index().as_bytes())?);
     }
-    let generation = options.generation.unwrap_or_else(|| generation_config_json(spec));
-    written.push(put(folder, "generation_config.json", generation.as_bytes())?);
+    match preprocessor_config_json(spec) {
+        Some(preprocessor) => written.push(put(folder, PREPROCESSOR, preprocessor.as_bytes())?),
+        None => {
+            let generation = options.generation.unwrap_or_else(|| generation_config_json(spec));
+            written.push(put(folder, "generation_config.json", generation.as_bytes())?);
+        }
+    }
     written.push(put(folder, "config.json", config.as_bytes())?);
     // Files of an earlier export would shadow this one, or be taken for a part of it.
     for stale in stale(folder, &plan.names) {
