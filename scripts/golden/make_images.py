@@ -45,7 +45,9 @@ def operations():
     yield "Solarize", 178.5, ImageOps.solarize(image, 178.5)
     dim = ImageEnhance.Brightness(image).enhance(0.5)
     yield "AutoContrast", 0.0, ImageOps.autocontrast(dim)
-    yield "Equalize", 0.0, ImageOps.equalize(dim.resize((64, 48), Image.NEAREST)).resize((9, 7), Image.NEAREST)
+    # Fewer than 255 pixels are left as they are.
+    yield "Equalize", 0.0, ImageOps.equalize(dim)
+    yield "Equalize", 0.0, ImageOps.equalize(ImageEnhance.Brightness(picture(24, 20)).enhance(0.5))
 
 
 def resized():
@@ -114,7 +116,8 @@ print(
     json.dumps(
         {
             "operations": [
-                {"name": name, "strength": strength, "pixels": flat(image)} for name, strength, image in operations()
+                {"name": name, "strength": strength, "size": image.size, "pixels": flat(image)}
+                for name, strength, image in operations()
             ],
             "resized": list(resized()),
             "evaluated": list(evaluated()),

@@ -55,7 +55,8 @@ fn operations_give_the_pixels_of_pillow() {
     for case in cases {
         let (name, strength) = (case["name"].as_str().unwrap(), case["strength"].as_f64().unwrap());
         let operation = *Operation::ALL.iter().find(|o| format!("{o:?}") == name).unwrap();
-        let mut image = picture(9, 7);
+        let [width, height] = numbers(&case, "size");
+        let mut image = picture(width, height);
         if matches!(operation, Operation::AutoContrast | Operation::Equalize) {
             colour::brightness(&mut image, 0.5);
         }
