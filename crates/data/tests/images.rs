@@ -1,5 +1,5 @@
 //! Images: transforms and decoding against Pillow and torchvision, samples that no layout changes,
-//! and what a user gets wrong.
+//! and bad input.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -291,7 +291,7 @@ fn the_held_back_part_stays_when_the_set_grows() {
     assert!(whole.split(1.0, 1).is_err());
 }
 
-/// What a user gets wrong about files, and words of the message.
+/// Mistakes about files, and words of the message.
 #[test]
 fn wrong_sources_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();

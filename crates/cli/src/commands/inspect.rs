@@ -44,7 +44,7 @@ pub struct Args {
     /// Unset: text.
     #[arg(long)]
     text_field: Option<String>,
-    /// Show classes and sizes of images: a folder with a sub-folder for each class, or a .tar shard.
+    /// Show classes and sizes of images: a folder with a sub-folder for each class, or a shard.
     #[arg(long, conflicts_with_all = ["sample", "tokenizer", "sets", "text_field"])]
     images: bool,
     /// Print one JSON object.
