@@ -53,7 +53,11 @@ impl Address {
         let lower = name.to_ascii_lowercase();
         let Some((_, scheme)) = SCHEMES.iter().find(|(known, _)| *known == lower) else {
             let what = format!("{name:?} is not a kind of source");
-            return Err(StoreError::new(printable(url), what, "give a path, or s3://, gs://, az://, http:// or https://"));
+            return Err(StoreError::new(
+                printable(url),
+                what,
+                "give a path, or s3://, gs://, az://, http:// or https://",
+            ));
         };
         let (host, key) = rest.split_once('/').unwrap_or((rest, ""));
         let host = if *scheme == Scheme::Http { host.split(['?', '#']).next().unwrap_or(host) } else { host };
@@ -135,9 +139,17 @@ mod tests {
 
     #[test]
     fn braces_are_expanded_with_their_digits() {
-        assert_eq!(expand_braces("s3://b/{08..11}.tar").unwrap(), ["08", "09", "10", "11"].map(|n| format!("s3://b/{n}.tar")));
-        assert_eq!(expand_braces("http://h/{a,b}-{1..2}").unwrap(), ["a-1", "a-2", "b-1", "b-2"].map(|n| format!("http://h/{n}")));
-        for bad in ["s3://b/{1..", "s3://b/{2..1}", "s3://b/{a}", "s3://b/{a..b}", "s3://b/{1..9999999}", "s3://b/{{a,b},c}"] {
+        assert_eq!(
+            expand_braces("s3://b/{08..11}.tar").unwrap(),
+            ["08", "09", "10", "11"].map(|n| format!("s3://b/{n}.tar"))
+        );
+        assert_eq!(
+            expand_braces("http://h/{a,b}-{1..2}").unwrap(),
+            ["a-1", "a-2", "b-1", "b-2"].map(|n| format!("http://h/{n}"))
+        );
+        for bad in
+            ["s3://b/{1..", "s3://b/{2..1}", "s3://b/{a}", "s3://b/{a..b}", "s3://b/{1..9999999}", "s3://b/{{a,b},c}"]
+        {
             assert!(expand_braces(bad).is_err(), "{bad}");
         }
         let many = format!("s3://b/{}", "{0..999}".repeat(3));

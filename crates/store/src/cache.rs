@@ -121,7 +121,12 @@ impl Cache {
         }
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let half = self.options.folder.join(format!("{}-{number}.{HALF}", std::process::id()));
-        let entry = Entry { xxh3: format!("{:016x}", xxh3_64(data)), object: entry.object.clone(), validator: entry.validator.clone(), ..*entry };
+        let entry = Entry {
+            xxh3: format!("{:016x}", xxh3_64(data)),
+            object: entry.object.clone(),
+            validator: entry.validator.clone(),
+            ..*entry
+        };
         let mut line = serde_json::to_vec(&entry)?;
         line.push(b'\n');
         let written = File::create(&half).and_then(|mut file| {
@@ -194,7 +199,14 @@ mod tests {
     use super::*;
 
     fn entry(start: u64) -> Entry {
-        Entry { object: "s3://b/k".into(), validator: "v1".into(), bytes: 4000, start, end: start + 1000, xxh3: String::new() }
+        Entry {
+            object: "s3://b/k".into(),
+            validator: "v1".into(),
+            bytes: 4000,
+            start,
+            end: start + 1000,
+            xxh3: String::new(),
+        }
     }
 
     fn files(folder: &Path) -> Vec<PathBuf> {
@@ -236,7 +248,8 @@ mod tests {
         let cache = open();
         let used = |start: u64, second: u64| {
             let file = File::open(cache.path(&entry(start))).unwrap();
-            file.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second))).unwrap();
+            file.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)))
+                .unwrap();
         };
         fs::write(folder.path().join("other.txt"), "of someone else").unwrap();
         for start in 0..3 {

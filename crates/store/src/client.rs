@@ -83,7 +83,9 @@ impl Client {
             match request.uri().scheme() == Some(&Scheme::HTTPS) {
                 true => {
                     let pool = self.encrypted.get_or_init(encrypted).as_ref();
-                    let pool = pool.map_err(|reason| HttpError::new(HttpErrorKind::Unknown, std::io::Error::other(reason.clone())))?;
+                    let pool = pool.map_err(|reason| {
+                        HttpError::new(HttpErrorKind::Unknown, std::io::Error::other(reason.clone()))
+                    })?;
                     pool.request(request).await.map_err(failed)
                 }
                 false => self.plain.request(request).await.map_err(failed),
@@ -103,7 +105,8 @@ impl Client {
             seen.status = Some(answer.status());
             seen.retry_after = retry_after(answer.headers(), SystemTime::now());
         });
-        Ok(answer.map(|body| HttpResponseBody::new(body.map_err(|error| HttpError::new(HttpErrorKind::Interrupted, error)))))
+        Ok(answer
+            .map(|body| HttpResponseBody::new(body.map_err(|error| HttpError::new(HttpErrorKind::Interrupted, error)))))
     }
 }
 

@@ -24,6 +24,9 @@ use crate::{Counters, Store, StoreOptions};
 /// Longest pause between two attempts, unless a server asks for a longer one.
 const PAUSE_MAX: Duration = Duration::from_secs(20);
 
+/// A pause of this length is announced.
+const PAUSE_TOLD: Duration = Duration::from_secs(3);
+
 /// Requests for one range, however much progress each makes.
 const REQUESTS_MAX: u32 = 1000;
 
@@ -73,7 +76,9 @@ pub(crate) fn refusal(name: &str, scheme: Scheme, status: StatusCode, code: &str
         404 | 410 => "check the URL".into(),
         412 => return changed(name),
         416 => "the object became shorter: run the command again when nothing writes to it any more".into(),
-        _ if scheme == Scheme::S3 => format!("check AWS_REGION, the region of the bucket, and AWS_ENDPOINT_URL; {}", advice(scheme)),
+        _ if scheme == Scheme::S3 => {
+            format!("check AWS_REGION, the region of the bucket, and AWS_ENDPOINT_URL; {}", advice(scheme))
+        }
         _ => format!("check the URL; {}", advice(scheme)),
     };
     Fault::Fatal(StoreError::new(name, what, fix))
@@ -134,9 +139,12 @@ impl<'o> Failures<'o> {
             return Err(StoreError::new(name, what, fix));
         }
         Counters::add(&store.0.traffic.retries, 1);
-        tracing::debug!("{name}: {what}; request {} follows", self.all + 1);
         let doubled = self.options.backoff.saturating_mul(1 << (self.in_a_row - 1).min(20)).min(PAUSE_MAX);
-        sleep(after.map_or(doubled, |after| after.max(doubled))).await;
+        let pause = after.map_or(doubled, |after| after.max(doubled));
+        if pause >= PAUSE_TOLD {
+            tracing::warn!("{name}: {what}; asking again in {} s", pause.as_secs());
+        }
+        sleep(pause).await;
         Ok(())
     }
 }

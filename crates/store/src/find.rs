@@ -88,9 +88,8 @@ async fn listed(store: &Store, address: &Address) -> Result<Vec<Object>, StoreEr
         let fix = "write * for any characters, ? for one, [abc] for one of them, ** for any folders";
         StoreError::new(&name, format!("is not a pattern of names ({error})"), fix)
     })?;
-    let prefix = Key::parse(folder).map_err(|error| {
-        StoreError::new(&name, format!("is no valid name of an object ({error})"), "check the URL")
-    })?;
+    let prefix = Key::parse(folder)
+        .map_err(|error| StoreError::new(&name, format!("is no valid name of an object ({error})"), "check the URL"))?;
     let prefix = (!folder.is_empty()).then_some(prefix);
     let is_flat = !rest.is_empty() && !rest.contains('/') && !rest.contains("**");
     let list = || {
@@ -118,7 +117,11 @@ async fn listed(store: &Store, address: &Address) -> Result<Vec<Object>, StoreEr
         })
         .collect();
     if objects.is_empty() {
-        return Err(StoreError::new(name, "matches no object", "check the bucket and the pattern, and quote it in a shell"));
+        return Err(StoreError::new(
+            name,
+            "matches no object",
+            "check the bucket and the pattern, and quote it in a shell",
+        ));
     }
     // The order in which a folder of files is walked: by the parts of names.
     objects.sort_by_cached_key(|object| PathBuf::from(&object.0.name));

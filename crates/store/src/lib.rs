@@ -161,7 +161,11 @@ fn requests() -> Result<Handle, StoreError> {
         Ok(handle)
     });
     handle.clone().map_err(|reason| {
-        StoreError::new("object stores", format!("the thread for requests cannot be started ({reason})"), "free some memory or threads")
+        StoreError::new(
+            "object stores",
+            format!("the thread for requests cannot be started ({reason})"),
+            "free some memory or threads",
+        )
     })
 }
 

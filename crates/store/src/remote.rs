@@ -9,8 +9,8 @@ use bytes::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
 use hyper::header::{
-    ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, IF_MATCH, IF_UNMODIFIED_SINCE, LAST_MODIFIED, LOCATION, RANGE,
-    USER_AGENT,
+    ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, IF_MATCH, IF_UNMODIFIED_SINCE, LAST_MODIFIED, LOCATION,
+    RANGE, USER_AGENT,
 };
 use hyper::{HeaderMap, Method, StatusCode, Uri};
 use object_store::aws::AmazonS3Builder;
@@ -151,7 +151,8 @@ async fn probe(client: &Client, name: &str, uri: &Uri) -> Result<About, Fault> {
     };
     let modified = text(headers, LAST_MODIFIED);
     let time = modified.as_deref().and_then(|date| httpdate::parse_http_date(date).ok());
-    let modified_ns = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).map_or(0, |since| since.as_nanos() as u64);
+    let modified_ns =
+        time.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).map_or(0, |since| since.as_nanos() as u64);
     Ok(About { bytes, etag: text(headers, ETAG), modified, modified_ns, has_ranges })
 }
 
@@ -177,7 +178,9 @@ async fn get(client: &Client, name: &str, uri: &Uri, headers: HeaderMap) -> Resu
         *request.headers_mut() = headers.clone();
         // A packed transfer would have other ranges than the object.
         request.headers_mut().insert(ACCEPT_ENCODING, "identity".parse().expect("a header"));
-        request.headers_mut().insert(USER_AGENT, concat!("trainyard/", env!("CARGO_PKG_VERSION")).parse().expect("a header"));
+        request
+            .headers_mut()
+            .insert(USER_AGENT, concat!("trainyard/", env!("CARGO_PKG_VERSION")).parse().expect("a header"));
         let answer = client.send(request).await.map_err(|error| Fault::passing(deepest(&error)))?;
         let status = answer.status();
         let target = text(answer.headers(), LOCATION).filter(|_| status.is_redirection());
@@ -217,7 +220,11 @@ pub(crate) async fn ask(object: &Inner, range: Range<u64>) -> Result<Answer, Fau
     match &object.remote {
         Remote::Bucket { store, key } => {
             let start = range.start;
-            let options = GetOptions { range: Some(GetRange::Bounded(range)), if_match: about.etag.clone(), ..Default::default() };
+            let options = GetOptions {
+                range: Some(GetRange::Bounded(range)),
+                if_match: about.etag.clone(),
+                ..Default::default()
+            };
             let found = store.get_opts(key, options).await;
             let found = found.map_err(|error| store_fault(name, object.scheme, &error))?;
             if found.meta.size != about.bytes || found.meta.e_tag != about.etag {
@@ -247,8 +254,9 @@ pub(crate) async fn ask(object: &Inner, range: Range<u64>) -> Result<Answer, Fau
             let answer = get(&object.store.0.client, name, uri, headers).await?;
             let found = answer.headers();
             let (start, total) = match answer.status() {
-                StatusCode::PARTIAL_CONTENT => content_range(found)
-                    .ok_or_else(|| Fault::passing("an answer without a Content-Range".into()))?,
+                StatusCode::PARTIAL_CONTENT => {
+                    content_range(found).ok_or_else(|| Fault::passing("an answer without a Content-Range".into()))?
+                }
                 StatusCode::OK => {
                     let length = text(found, CONTENT_LENGTH).and_then(|length| length.parse().ok());
                     (0, length.unwrap_or(about.bytes))

@@ -24,10 +24,13 @@ use std::path::{Path, PathBuf};
 
 pub use list::{DROPPED_EXTENSION, expand, rust_sources};
 pub use mds::{MdsFault, MdsLayout, parse_mds};
+pub use objects::printable;
 pub use read::{Documents, LineFault, Skipped, parse_jsonl_line};
 
 use crate::error::{DataError, Result};
-use trainyard_store::{Object, Store, StoreOptions, Traffic, is_url};
+use trainyard_store::{Object, Store};
+
+pub use trainyard_store::{CACHE_BYTES, CacheOptions, StoreOptions, Traffic, is_url};
 
 /// The way in which files become documents.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -196,6 +199,39 @@ impl Corpus {
     /// The way in which its files become documents.
     pub fn options(&self) -> &CorpusOptions {
         &self.options
+    }
+
+    /// Part `part` of `parts`, counted from 1: whole files, dealt so that the parts have nearly equal
+    /// bytes. The parts are the same on every machine, none shares a file with another, and together
+    /// they are the corpus.
+    ///
+    /// # Errors
+    /// There is no such part, or there are fewer files than parts.
+    pub fn part(mut self, part: usize, parts: usize) -> Result<Self> {
+        if part == 0 || part > parts {
+            let what = format!("{part}/{parts} is no part");
+            return Err(DataError::setting("part", what, "write K/N with K from 1 to N"));
+        }
+        if parts > self.files.len() {
+            return Err(DataError::TooLittle {
+                what: format!("{} files cannot be dealt to {parts} parts", self.files.len()),
+                fix: "ask for at most as many parts as there are files".into(),
+            });
+        }
+        // The largest file first, each to the part with the fewest bytes; the first of equals.
+        let mut order: Vec<usize> = (0..self.files.len()).collect();
+        order.sort_by_key(|&file| (std::cmp::Reverse(self.files[file].bytes), file));
+        let mut bytes = vec![(0u64, 0usize); parts];
+        let mut ours = vec![false; self.files.len()];
+        for file in order {
+            let least = (0..parts).min_by_key(|&at| bytes[at]).unwrap_or(0);
+            bytes[least].0 += self.files[file].bytes;
+            bytes[least].1 += 1;
+            ours[file] = least == part - 1;
+        }
+        let mut ours = ours.into_iter();
+        self.files.retain(|_| ours.next().unwrap_or(false));
+        Ok(self)
     }
 
     /// What was read of stores so far; None if all sources are files.

@@ -18,8 +18,8 @@ pub(super) fn refused(error: StoreError) -> DataError {
     DataError::input(Path::new(&error.name), None, error.what, error.fix)
 }
 
-/// A path, or a URL without its query.
-pub(super) fn printable(path: &Path) -> String {
+/// A path, or a URL without its query, which may hold a signature.
+pub fn printable(path: &Path) -> String {
     let text = path.to_string_lossy();
     match text.contains("://") {
         true => text.split(['?', '#']).next().unwrap_or_default().to_owned(),

@@ -142,8 +142,7 @@ impl Records for ParquetTexts {
 
 fn fault(path: &std::path::Path, error: ParquetError) -> DataError {
     if let ParquetError::External(inner) = &error
-        && let Some(error) =
-            inner.downcast_ref().or_else(|| inner.downcast_ref().and_then(StoreError::within))
+        && let Some(error) = inner.downcast_ref().or_else(|| inner.downcast_ref().and_then(StoreError::within))
     {
         return refused(error.clone());
     }
