@@ -224,6 +224,18 @@ pub const ROWS: &[Row] = &[
     ),
     row("data.warm", &[], &[], Elsewhere("crates/cli/tests/data.rs", "text_is_cleaned_mixed_prepared_and_trained_on")),
     row("data.cache", &[], &["data.cache={F}/another-cache"], Made("another-cache")),
+    row(
+        "data.object_cache",
+        &[],
+        &[],
+        Elsewhere("crates/cli/tests/objects.rs", "a_run_inspect_and_dedup_read_objects"),
+    ),
+    row(
+        "data.object_cache_size",
+        &[],
+        &["data.object_cache_size=1GB"],
+        Refused("there is no data.object_cache"),
+    ),
     row("training.steps", &[], &["training.steps=2"], Steps),
     row("training.epochs", &[], &["training.epochs=0.02"], Steps),
     row("training.tokens", &[], &["training.tokens=64"], Steps),
