@@ -69,7 +69,8 @@ mod tests {
 
     #[test]
     fn a_profile_is_read_from_its_section() {
-        let text = "# mine\n[default]\nregion = eu-west-1\ns3 =\n  region = nested\n[profile lab]\nRegion=us-east-2\n; x = y\naws_access_key_id = A=B\n";
+        let text = "# mine\n[default]\nregion = eu-west-1\ns3 =\n  region = nested\n\
+                    [profile lab]\nRegion=us-east-2\n; x = y\naws_access_key_id = A=B\n";
         assert_eq!(section(text, "default")["region"], "eu-west-1");
         let lab = section(text, "lab");
         assert_eq!((lab["region"].as_str(), lab["aws_access_key_id"].as_str(), lab.len()), ("us-east-2", "A=B", 2));

@@ -84,7 +84,8 @@ pub(crate) fn advice(scheme: Scheme) -> &'static str {
     match scheme {
         Scheme::S3 => {
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN), or AWS_PROFILE, or for a public \
-             bucket AWS_SKIP_SIGNATURE=true; AWS_REGION is the bucket's region, AWS_ENDPOINT_URL another service than AWS"
+             bucket AWS_SKIP_SIGNATURE=true; AWS_REGION is the bucket's region, AWS_ENDPOINT_URL another service than \
+             AWS"
         }
         Scheme::Gcs => {
             "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account, or for a public bucket \

@@ -1,7 +1,7 @@
 //! Texts of a column of a Parquet file.
 //!
-//! Only the column's pages are read, some records at a time, of a file and of an object alike. Columns of other types, and lists,
-//! are refused by name.
+//! Only the column's pages are read, some records at a time, of a file and of an object alike.
+//! Columns of other types, and lists, are refused by name.
 
 use std::path::PathBuf;
 

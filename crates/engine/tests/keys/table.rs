@@ -230,12 +230,7 @@ pub const ROWS: &[Row] = &[
         &[],
         Elsewhere("crates/cli/tests/objects.rs", "a_run_inspect_and_dedup_read_objects"),
     ),
-    row(
-        "data.object_cache_size",
-        &[],
-        &["data.object_cache_size=1GB"],
-        Refused("there is no data.object_cache"),
-    ),
+    row("data.object_cache_size", &[], &["data.object_cache_size=1GB"], Refused("there is no data.object_cache")),
     row("training.steps", &[], &["training.steps=2"], Steps),
     row("training.epochs", &[], &["training.epochs=0.02"], Steps),
     row("training.tokens", &[], &["training.tokens=64"], Steps),

@@ -106,7 +106,8 @@ fn answer(mut stream: &TcpStream, shared: &Mutex<State>) -> Option<()> {
     state.requests.push(format!("{method} {path} {}", range.as_deref().unwrap_or("-")));
     let head = |status: u16, more: &str, length: usize| {
         format!(
-            "HTTP/1.1 {status} Status\r\nContent-Length: {length}\r\nLast-Modified: Thu, 26 Nov 2026 20:00:00 GMT\r\n{more}\r\n"
+            "HTTP/1.1 {status} Status\r\nContent-Length: {length}\r\n\
+             Last-Modified: Thu, 26 Nov 2026 20:00:00 GMT\r\n{more}\r\n"
         )
     };
     if state.wants_signature && !headers.contains_key("authorization") {
