@@ -83,8 +83,8 @@ enum Chore {
     /// Check what `trainyard submit` writes for Kubernetes and SkyPilot against their schemas, from
     /// PyPI.
     Manifests(manifests::Options),
-    /// Read text of every format from a real S3 server, moto's, and compare its tokens with those of
-    /// files.
+    /// Read text of every format from a real S3 server, moto's, and compare its tokens with those
+    /// of files.
     Objects(objects::Options),
     /// Give a trace to Perfetto's own trace processor, from PyPI, and compare what its SQL says of
     /// it.

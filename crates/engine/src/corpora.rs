@@ -1,7 +1,7 @@
 //! Opens or makes the tokenizer and the token files that `[tokenizer]` and `[data]` ask for.
 //!
-//! A source is a file, folder or URL of text, a prefix of token files (`data prepare` writes them; other
-//! tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
+//! A source is a file, folder or URL of text, a prefix of token files (`data prepare` writes them;
+//! other tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
 //! machine. Text is tokenized once into `data.cache` and found again.
 
 use crate::config::{
@@ -53,7 +53,7 @@ pub fn store_options(folder: Option<&Path>, bytes: Option<u64>) -> StoreOptions 
     StoreOptions { cache, ..StoreOptions::default() }
 }
 
-/// What was read of object stores, in words; None if nothing was asked for.
+/// The traffic with object stores, in words; None if nothing was asked for.
 pub fn traffic_in_words(traffic: Traffic) -> Option<String> {
     let Traffic { requests, network_bytes, cache_bytes, retries } = traffic;
     (requests > 0).then(|| {

@@ -161,7 +161,7 @@ fn text(headers: &HeaderMap, name: hyper::header::HeaderName) -> Option<String> 
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
-/// First byte and size of the whole object, of `bytes 0-9/100`; the first byte of `bytes */100` is 0.
+/// First byte and size of the whole object, of `bytes 0-9/100`; for `bytes */100` the first is 0.
 fn content_range(headers: &HeaderMap) -> Option<(u64, u64)> {
     let value = text(headers, CONTENT_RANGE)?;
     let (range, total) = value.trim().strip_prefix("bytes")?.trim().split_once('/')?;
@@ -291,8 +291,8 @@ pub(crate) async fn ask(object: &Inner, range: Range<u64>) -> Result<Answer, Fau
     }
 }
 
-/// Compares the length in an answer with the known one. If an ETag says that the object is the same,
-/// the answer is wrong; else the object changed.
+/// Compares the length in an answer with the known one. If an ETag says that the object is the
+/// same, the answer is wrong; else the object changed.
 fn check_length(name: &str, about: &About, found: u64) -> Result<(), Fault> {
     match (found == about.bytes, &about.etag) {
         (true, _) => Ok(()),

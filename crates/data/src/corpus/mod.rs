@@ -201,9 +201,9 @@ impl Corpus {
         &self.options
     }
 
-    /// Part `part` of `parts`, counted from 1: whole files, dealt so that the parts have nearly equal
-    /// bytes. The parts are the same on every machine, none shares a file with another, and together
-    /// they are the corpus.
+    /// Part `part` of `parts`, counted from 1: whole files, dealt so that the parts have nearly
+    /// equal bytes. The parts are the same on every machine, none shares a file with another, and
+    /// together they are the corpus.
     ///
     /// # Errors
     /// There is no such part, or there are fewer files than parts.
@@ -234,7 +234,7 @@ impl Corpus {
         Ok(self)
     }
 
-    /// What was read of stores so far; None if all sources are files.
+    /// The traffic with stores so far; None if all sources are files.
     pub fn traffic(&self) -> Option<Traffic> {
         self.store.as_ref().map(Store::traffic)
     }
