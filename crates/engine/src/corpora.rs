@@ -1,8 +1,8 @@
 //! Opens or makes the tokenizer and the token files that `[tokenizer]` and `[data]` ask for.
 //!
 //! A source is a file, folder or URL of text, a prefix of token files (`data prepare` writes them;
-//! other tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
-//! machine. Text is tokenized once into `data.cache` and found again.
+//! other tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked
+//! on this machine. Text is tokenized once into `data.cache` and found again.
 
 use crate::config::{
     Config, DataFormat, DataSection, LossOnPart, Resolved, Sampling as ConfigSampling, Source as ConfigSource,

@@ -456,7 +456,7 @@ section! {
         /// A folder that keeps what is read of object stores, for the next reading. Unset: nothing
         /// is kept. Runs and commands may share it.
         object_cache: Option<PathBuf> = None;
-        /// The most bytes in `object_cache`. Entries used least recently are removed. Unset: 16 GiB.
+        /// The most bytes in `object_cache`; entries used least recently go first. Unset: 16 GiB.
         object_cache_size: Option<ByteSize> = None;
     }
 }
