@@ -73,7 +73,8 @@ impl Blocks {
         }
         if !state.chunk.contains(&start) {
             // The footer, or a longer one than the tail.
-            let first = start.min(bytes.saturating_sub(TAIL));
+            let tail = TAIL.min(self.object.options().block_bytes);
+            let first = start.min(bytes.saturating_sub(tail));
             let tail = self.object.range(first..bytes)?;
             state.tail = Some((first, tail.clone()));
             return Ok(tail.slice((start - first) as usize..));
