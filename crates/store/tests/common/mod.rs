@@ -64,6 +64,8 @@ impl Server {
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let shared = shared.clone();
+                // Heads and bodies are written apart, and must not wait for each other.
+                stream.set_nodelay(true).expect("a socket");
                 std::thread::spawn(move || while answer(&stream, &shared).is_some() {});
             }
         });
