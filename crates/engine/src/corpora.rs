@@ -1,8 +1,8 @@
 //! Opens or makes the tokenizer and the token files that `[tokenizer]` and `[data]` ask for.
 //!
-//! A source is a file or folder of text, a prefix of token files (`data prepare` writes them; other
-//! tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked on this
-//! machine. Text is tokenized once into `data.cache` and found again.
+//! A source is a file, folder or URL of text, a prefix of token files (`data prepare` writes them;
+//! other tools' Megatron files work too), or `rust-sources`, the Rust sources that cargo unpacked
+//! on this machine. Text is tokenized once into `data.cache` and found again.
 
 use crate::config::{
     Config, DataFormat, DataSection, LossOnPart, Resolved, Sampling as ConfigSampling, Source as ConfigSource,
@@ -13,7 +13,8 @@ use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use trainyard_data::corpus::expand;
+use trainyard_base::format_bytes;
+use trainyard_data::corpus::{CACHE_BYTES, CacheOptions, StoreOptions, Traffic, expand, is_url, printable};
 use trainyard_data::indexed::{bin_path, is_llm_c};
 use trainyard_data::prepare::{VALIDATION_FRACTION, train_prefix, validation_prefix};
 use trainyard_data::{
@@ -41,7 +42,27 @@ pub fn source_exists(path: &Path) -> bool {
 
 /// True if `path` itself is a source, and no pattern of them.
 fn source_is_single(path: &Path) -> bool {
-    path.as_os_str() == RUST_SOURCES || path.exists() || token_prefix(path).is_some()
+    // An object is looked for when the run opens its data.
+    path.as_os_str() == RUST_SOURCES || is_url(path) || path.exists() || token_prefix(path).is_some()
+}
+
+/// The way in which objects are read, with a cache in `folder`, of `bytes` or of the default size.
+pub fn store_options(folder: Option<&Path>, bytes: Option<u64>) -> StoreOptions {
+    let cache =
+        folder.map(|folder| CacheOptions { folder: folder.to_path_buf(), bytes_max: bytes.unwrap_or(CACHE_BYTES) });
+    StoreOptions { cache, ..StoreOptions::default() }
+}
+
+/// The traffic with object stores, in words; None if nothing was asked for.
+pub fn traffic_in_words(traffic: Traffic) -> Option<String> {
+    let Traffic { requests, network_bytes, cache_bytes, retries } = traffic;
+    (requests > 0).then(|| {
+        format!(
+            "{} from the network in {requests} requests, {} from the cache, {retries} retries",
+            format_bytes(network_bytes),
+            format_bytes(cache_bytes)
+        )
+    })
 }
 
 /// The training prefix that `path` names: `path` itself, or `path` with the suffix that
@@ -195,7 +216,8 @@ impl Corpora {
                  --chat`, and leave data.format at \"text\"",
             ));
         }
-        let open = |group: &Vec<PathBuf>| open_text(group, &data.text_field, whole);
+        let store = store_options(data.object_cache.as_deref(), data.object_cache_size.map(|size| size.0));
+        let open = |group: &Vec<PathBuf>| open_text_of(group, &data.text_field, whole, &store);
         let opened = groups.iter().map(open).collect::<Result<Vec<_>>>()?;
         let add_bos = config.tokenizer.add_bos;
         let tokenizer = find_tokenizer(config, &cache, &opened, &sources, &mut note)?.with_bos(add_bos)?;
@@ -234,7 +256,7 @@ impl Corpora {
                 Some(prefix) => validation.push(HeldBack { of: source.path.clone(), prefix }),
                 None => {
                     let group = vec![source.path.clone()];
-                    let corpus = open_text(&group, &data.text_field, whole)?;
+                    let corpus = open(&group)?;
                     let made = tokenize(&corpus, &group, &tokenizer, chat.as_ref(), &cache, (0.0, 0), &mut note)?;
                     notes.push(made.1);
                     validation.push(HeldBack { of: source.path.clone(), prefix: made.0.train });
@@ -419,6 +441,11 @@ pub fn chat_template(name: &Path) -> Result<String> {
 
 /// The documents of some paths as one corpus; with `whole`, their records as they are.
 pub fn open_text(paths: &[PathBuf], text_field: &str, whole: bool) -> Result<Corpus> {
+    open_text_of(paths, text_field, whole, &StoreOptions::default())
+}
+
+/// The same, with objects read as `store` says.
+fn open_text_of(paths: &[PathBuf], text_field: &str, whole: bool, store: &StoreOptions) -> Result<Corpus> {
     if let [path] = paths
         && path.as_os_str() == RUST_SOURCES
     {
@@ -427,7 +454,8 @@ pub fn open_text(paths: &[PathBuf], text_field: &str, whole: bool) -> Result<Cor
         }
         return trainyard_data::corpus::rust_sources(RUST_SOURCES_BYTES).ok_or(EngineError::NoRustSources);
     }
-    let options = CorpusOptions { field: text_field.to_owned(), whole_records: whole, ..CorpusOptions::default() };
+    let (field, store) = (text_field.to_owned(), store.clone());
+    let options = CorpusOptions { field, whole_records: whole, store, ..CorpusOptions::default() };
     Ok(Corpus::open(paths, options)?)
 }
 
@@ -439,7 +467,9 @@ fn cache_name(paths: &[PathBuf], more: &str) -> String {
         all.extend(std::path::absolute(path).unwrap_or_else(|_| path.clone()).as_os_str().as_encoded_bytes());
         all.push(0);
     }
-    let stem = paths.first().and_then(|path| path.file_stem()).map_or("text".into(), |s| s.to_string_lossy());
+    // Without the query of a URL, which may be a signature, and without a pattern's characters.
+    let first = paths.first().map(|path| printable(path)).unwrap_or_default();
+    let stem = Path::new(&first).file_stem().map_or("text".into(), |stem| stem.to_string_lossy());
     format!("{stem}-{:08x}", xxh3_64(&all) as u32)
 }
 
@@ -473,6 +503,9 @@ fn tokenize(
             note(&format!("tokenizing: {} of {} MiB of files", mib(progress.text_bytes), mib(total)));
         }
     })?;
+    if let Some(words) = corpus.traffic().and_then(traffic_in_words) {
+        note(&format!("objects: {words}"));
+    }
     let documents = match (made.sidecar.documents(), made.sidecar.split.divided_documents) {
         (1, _) => "1 document".to_owned(),
         (all, 0) => format!("{all} documents"),

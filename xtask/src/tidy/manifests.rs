@@ -13,7 +13,7 @@ const REASONS: &str = "docs/DEPENDENCIES.md";
 
 /// The crates of this workspace that each crate may use: the floors of docs/ARCHITECTURE.md. A new
 /// crate gets a line here.
-const ARROWS: [(&str, &[&str]); 21] = [
+const ARROWS: [(&str, &[&str]); 22] = [
     ("base", &[]),
     ("testing", &[]),
     // Tests compare the kernels with the oracles of `tensor`, which is the only reason for this
@@ -25,7 +25,8 @@ const ARROWS: [(&str, &[&str]); 21] = [
     ("program", &[]),
     ("record", &["base", "program"]),
     ("comm", &["base", "cuda", "tensor", "program"]),
-    ("data", &["base", "tensor"]),
+    ("store", &[]),
+    ("data", &["base", "tensor", "store"]),
     ("engine", &["base", "tensor", "autograd", "model", "program", "record", "comm", "data"]),
     ("sim", &["base", "tensor", "autograd", "model", "program"]),
     ("plan", &["base", "tensor", "model", "program", "sim"]),

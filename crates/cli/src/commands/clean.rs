@@ -2,6 +2,7 @@
 //! corpora.
 
 use super::export::parse_size;
+use super::objects::{ObjectArgs, Part, note_traffic, parse_part};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, anyhow, bail};
 use std::path::{Path, PathBuf};
@@ -14,9 +15,13 @@ use trainyard_data::{Corpus, CorpusOptions, OnInvalid};
 /// The text that a command reads.
 #[derive(clap::Args)]
 pub struct TextArgs {
-    /// Files, folders or patterns of text, JSONL, Parquet, WebDataset tar, MDS, .zst, .gz.
+    /// Files, folders, patterns or URLs (s3://, gs://, az://, https://) of text, JSONL, Parquet,
+    /// WebDataset tar, MDS, .zst, .gz.
     #[arg(required = true)]
     text: Vec<PathBuf>,
+    /// Read only part K of N: whole files, dealt by size, so that N hosts share the work.
+    #[arg(long, value_name = "K/N", value_parser = parse_part)]
+    part: Option<Part>,
     #[command(flatten)]
     options: TextOptions,
 }
@@ -30,17 +35,26 @@ struct TextOptions {
     /// Skip documents that cannot be used, instead of stopping.
     #[arg(long)]
     skip_invalid: bool,
+    #[command(flatten)]
+    objects: ObjectArgs,
 }
 
 impl TextArgs {
     /// Lists the text, whose files `separator` divides into documents.
     pub fn open(&self, separator: Option<&str>) -> Result<Corpus> {
-        self.options.open(&self.text, separator, false)
+        self.part(self.options.open(&self.text, separator, false)?)
     }
 
     /// The same for records that are taken whole.
     pub fn open_records(&self) -> Result<Corpus> {
-        self.options.open(&self.text, None, true)
+        self.part(self.options.open(&self.text, None, true)?)
+    }
+
+    fn part(&self, corpus: Corpus) -> Result<Corpus> {
+        match self.part {
+            Some(Part { part, parts }) => Ok(corpus.part(part, parts)?),
+            None => Ok(corpus),
+        }
     }
 }
 
@@ -51,6 +65,7 @@ impl TextOptions {
             field: self.text_field.clone(),
             document_separator: separator.map(str::to_owned),
             on_invalid: if self.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail },
+            store: self.objects.options(),
             ..CorpusOptions::default()
         };
         Ok(Corpus::open(paths, options)?)
@@ -142,6 +157,7 @@ pub fn run_dedup(args: &DedupArgs) -> Result<()> {
     };
     let options = DedupOptions { out: args.out.clone(), method, memory_bytes: args.memory, workers: args.workers };
     let report = dedup(&corpus, &options, note).context("cannot deduplicate")?;
+    note_traffic([&corpus]);
     describe(&report, &args.out)
 }
 
@@ -164,6 +180,7 @@ pub fn run_filter(args: &FilterArgs) -> Result<()> {
     };
     let corpus = args.text.open(None)?;
     let report = filter(&corpus, &options).context("cannot filter")?;
+    note_traffic([&corpus]);
     describe(&report, &args.out)
 }
 
@@ -180,6 +197,7 @@ pub fn run_mix(args: &MixArgs) -> Result<()> {
     }
     let mixed =
         mix(&corpora, &MixOptions { out: args.out.clone(), weights, bytes: args.bytes }).context("cannot mix")?;
+    note_traffic(&corpora);
     let total = mixed.report.kept_bytes.max(1) as f64;
     for (given, share) in args.corpora.iter().zip(&mixed.shares) {
         print(format_args!(

@@ -1,5 +1,6 @@
 //! `trainyard data`: makes token files from text, and shows the samples that training reads.
 
+use super::objects::note_traffic;
 use super::{clean, feed, inspect};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
@@ -136,6 +137,7 @@ fn prepare_text(args: &PrepareArgs) -> Result<()> {
     };
     let made = prepare(&corpus, &tokenizer, &options, tokenizing())
         .with_context(|| format!("cannot prepare {}", args.out.display()))?;
+    note_traffic([&corpus]);
     // The place where `train` looks for the tokenizer of token files.
     let beside = made.train.with_extension("tokenizer.json");
     tokenizer.save(&beside).with_context(|| format!("cannot write {}", beside.display()))?;

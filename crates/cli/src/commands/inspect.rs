@@ -4,12 +4,14 @@
 //! Control characters are escaped, so that no corpus can move a terminal's cursor.
 
 use super::inspect_text;
+use super::objects::ObjectArgs;
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use trainyard_data::corpus::is_url;
 use trainyard_data::{Dataset, IGNORE, IndexedTokens, Sampling, Tokenizer};
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::corpora::{Corpora, held_back_part, token_source, tokenizer_of};
@@ -28,7 +30,7 @@ const SHOWN: u64 = 256;
 #[derive(clap::Args)]
 pub struct Args {
     /// Token files (the OUT of `data prepare`, or a .bin or .idx), a configuration in TOML, a run's
-    /// folder, or text.
+    /// folder, or text, perhaps as a URL.
     path: PathBuf,
     /// The number of the sample to show, from 0.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -50,6 +52,8 @@ pub struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    objects: ObjectArgs,
 }
 
 /// The output of the command.
@@ -151,7 +155,7 @@ pub fn run(args: &Args) -> Result<()> {
         Session::configuration(&going_on).map_err(Into::into).and_then(|config| of_training(&config, args))
     } else if path.is_file() && path.extension().is_some_and(|extension| extension == "toml" || extension == "json") {
         Config::load(Some(path), &args.sets).map_err(Into::into).and_then(|config| of_training(&config, args))
-    } else if path.exists() {
+    } else if path.exists() || is_url(path) {
         if !args.sets.is_empty() {
             bail!("--set changes a configuration, and {} is text", path.display());
         }
@@ -159,7 +163,8 @@ pub fn run(args: &Args) -> Result<()> {
             bail!("--tokenizer is for token files, and {} is text", path.display());
         }
         let text_field = args.text_field.as_deref().unwrap_or("text");
-        return inspect_text::run(&inspect_text::Args { path, sample: args.sample, text_field, json: args.json });
+        let (sample, json, store) = (args.sample, args.json, args.objects.options());
+        return inspect_text::run(&inspect_text::Args { path, sample, text_field, json, store });
     } else {
         let named = path.display();
         bail!("{named} does not exist: neither token files ({named}.idx, {named}.train.idx) nor a configuration")

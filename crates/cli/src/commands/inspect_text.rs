@@ -2,12 +2,13 @@
 //! and `data filter` dropped, the reason too.
 
 use super::inspect::escaped;
+use super::objects::note_traffic;
 use crate::output::{count, print};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::path::Path;
 use trainyard_base::format_bytes;
-use trainyard_data::corpus::DROPPED_EXTENSION;
+use trainyard_data::corpus::{DROPPED_EXTENSION, StoreOptions, printable};
 use trainyard_data::{Corpus, CorpusOptions};
 
 /// The corpus, and how much of it to show.
@@ -16,6 +17,7 @@ pub struct Args<'a> {
     pub sample: u64,
     pub text_field: &'a str,
     pub json: bool,
+    pub store: StoreOptions,
 }
 
 /// The output of the command.
@@ -41,7 +43,7 @@ struct Sample {
 
 /// Runs the command.
 pub fn run(args: &Args<'_>) -> Result<()> {
-    let inspection = inspect(args).with_context(|| format!("cannot inspect {}", args.path.display()))?;
+    let inspection = inspect(args).with_context(|| format!("cannot inspect {}", printable(args.path)))?;
     if args.json {
         return print(format_args!("{}\n", serde_json::to_string(&inspection)?));
     }
@@ -65,8 +67,10 @@ pub fn run(args: &Args<'_>) -> Result<()> {
 }
 
 fn inspect(args: &Args<'_>) -> Result<Inspection> {
-    let open =
-        |field: &str| Corpus::open(&[args.path], CorpusOptions { field: field.to_owned(), ..CorpusOptions::default() });
+    let open = |field: &str| {
+        let (field, store) = (field.to_owned(), args.store.clone());
+        Corpus::open(&[args.path], CorpusOptions { field, store, ..CorpusOptions::default() })
+    };
     let corpus = open(args.text_field)?;
     let (mut documents, mut text_bytes, mut longest_bytes) = (0, 0, 0);
     let mut sample = None;
@@ -86,6 +90,7 @@ fn inspect(args: &Args<'_>) -> Result<Inspection> {
         true => open("reason")?.documents().nth(args.sample as usize).transpose()?.map(|record| record.text),
         false => None,
     };
+    note_traffic([&corpus]);
     let file = corpus.files()[document.file].path.display().to_string();
     let sample = Sample { number: args.sample, file, line: document.line, text: document.text, reason };
     Ok(Inspection { files: corpus.files().len(), documents, text_bytes, longest_bytes, sample })

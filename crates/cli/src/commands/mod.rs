@@ -25,6 +25,7 @@ pub mod largest;
 pub mod launch;
 pub mod layouts;
 pub mod merge;
+pub mod objects;
 pub mod plan;
 pub mod program;
 pub mod prune;

@@ -4,6 +4,7 @@ use super::data::tokenizing;
 use crate::output::note;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
+use trainyard_data::corpus::printable;
 use trainyard_data::prepare::validation_prefix;
 use trainyard_data::{ChatOptions, IndexedTokens, LossOn, PrepareOptions, Tokenizer, prepare};
 use trainyard_engine::corpora::{begins_otherwise, check_made_by, open_text};
@@ -57,7 +58,7 @@ pub fn open(paths: &[PathBuf], form: &Form, tokenizer: &Tokenizer, scratch: &Pat
         let out = scratch.join(format!("text-{number}"));
         let options = PrepareOptions { validation_fraction: 0.0, reuse: false, chat, ..PrepareOptions::new(out) };
         let made = prepare(&corpus, tokenizer, &options, tokenizing())
-            .with_context(|| format!("cannot tokenize {}", path.display()))?;
+            .with_context(|| format!("cannot tokenize {}", printable(path)))?;
         texts.push(IndexedTokens::open(&made.train)?);
     }
     Ok(texts)

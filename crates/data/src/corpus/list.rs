@@ -76,7 +76,8 @@ pub(super) fn add(path: &Path, files: &mut Vec<SourceFile>) -> Result<()> {
         return walk(path, 0, files);
     }
     if path.file_name().is_some_and(|name| name == mds::INDEX) {
-        return match mds::shards(path)? {
+        let text = fs::read(path).map_err(DataError::io("read", path))?;
+        return match mds::shards(path, &text)? {
             Some(shards) => add_shards(path, shards, files),
             None => Err(DataError::input(path, None, "is not the index of an MDS dataset", "name the files with text")),
         };
@@ -99,7 +100,7 @@ fn walk(folder: &Path, depth: usize, files: &mut Vec<SourceFile>) -> Result<()> 
     }
     let index = folder.join(mds::INDEX);
     if index.is_file()
-        && let Some(shards) = mds::shards(&index)?
+        && let Some(shards) = mds::shards(&index, &fs::read(&index).map_err(DataError::io("read", &index))?)?
     {
         return add_shards(&index, shards, files);
     }
@@ -158,7 +159,7 @@ fn leads_back(link: &Path, folder: &Path) -> bool {
 
 /// The format that a file's name implies; `None` if it implies nothing, an error if it implies that
 /// the file holds no text.
-fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
+pub(super) fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
     let extension = |p: &Path| p.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
     let mut inner = path.to_path_buf();
     let compression = match extension(path).as_deref() {
@@ -197,7 +198,7 @@ fn classify(path: &Path) -> Result<Option<(Format, Compression)>> {
 fn source(path: PathBuf, metadata: &Metadata, named: bool, format: Format, compression: Compression) -> SourceFile {
     let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     let modified_ns = modified.map_or(0, |since| since.as_nanos() as u64);
-    SourceFile { path, bytes: metadata.len(), modified_ns, named, format, compression, expected: None }
+    SourceFile { path, bytes: metadata.len(), modified_ns, named, format, compression, expected: None, object: None }
 }
 
 /// The Rust sources that cargo unpacked on this machine (`$CARGO_HOME` or `~/.cargo`,
@@ -238,7 +239,7 @@ pub(super) fn rust_sources_in(cargo_home: &Path, bytes_max: u64) -> Option<Corpu
         })
         .collect();
     let options = CorpusOptions { on_invalid: OnInvalid::Skip, ..CorpusOptions::default() };
-    (!files.is_empty()).then_some(Corpus { files, options })
+    (!files.is_empty()).then_some(Corpus { files, options, store: None })
 }
 
 /// The folders inside a folder, sorted; none if it cannot be listed.

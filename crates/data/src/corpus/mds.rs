@@ -54,10 +54,10 @@ struct IndexFile {
     hashes: serde_json::Map<String, serde_json::Value>,
 }
 
-/// The shards that an `index.json` lists; `None` if it is no index of an MDS dataset.
-pub(super) fn shards(index: &Path) -> Result<Option<Vec<Shard>>> {
-    let text = std::fs::read(index).map_err(DataError::io("read", index))?;
-    let Ok(value) = serde_json::from_slice::<serde_json::Value>(&text) else { return Ok(None) };
+/// The shards that the `index.json` at `index` lists in `text`; `None` if it is no index of an MDS
+/// dataset.
+pub(super) fn shards(index: &Path, text: &[u8]) -> Result<Option<Vec<Shard>>> {
+    let Ok(value) = serde_json::from_slice::<serde_json::Value>(text) else { return Ok(None) };
     let Some(first) = value["shards"].get(0) else { return Ok(None) };
     if first["format"] != "mds" {
         return Ok(None);

@@ -1,9 +1,8 @@
 //! Texts of a column of a Parquet file.
 //!
-//! Only the column's pages are read, some records at a time. Columns of other types, and lists,
-//! are refused by name.
+//! Only the column's pages are read, some records at a time, of a file and of an object alike.
+//! Columns of other types, and lists, are refused by name.
 
-use std::fs::File;
 use std::path::PathBuf;
 
 use parquet::basic::Type;
@@ -12,9 +11,12 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
+use super::chunks::Chunks;
+use super::objects::refused;
 use super::records::{Record, Records, SKIP, too_long, utf8};
 use super::{CorpusOptions, SourceFile};
 use crate::error::{DataError, Result};
+use trainyard_store::StoreError;
 
 /// Records decoded at a time. They share the memory of their page.
 const BATCH: usize = 64;
@@ -23,7 +25,9 @@ pub(super) struct ParquetTexts {
     path: PathBuf,
     field: String,
     bytes_max: u64,
-    file: SerializedFileReader<File>,
+    file: SerializedFileReader<Chunks>,
+    /// The bytes under `file`.
+    chunks: Chunks,
     /// The column with the text.
     column: usize,
     next_group: usize,
@@ -40,8 +44,8 @@ pub(super) struct ParquetTexts {
 impl ParquetTexts {
     pub(super) fn open(source: &SourceFile, options: &CorpusOptions) -> Result<Self> {
         let path = &source.path;
-        let raw = File::open(path).map_err(DataError::io("open", path))?;
-        let file = SerializedFileReader::new(raw).map_err(|error| fault(path, error))?;
+        let chunks = Chunks::open(source)?;
+        let file = SerializedFileReader::new(chunks.clone()).map_err(|error| fault(path, error))?;
         let schema = file.metadata().file_metadata().schema_descr_ptr();
         let name = |at: usize| schema.column(at).path().string();
         let Some(column) = (0..schema.num_columns()).find(|&at| name(at) == options.field) else {
@@ -62,6 +66,7 @@ impl ParquetTexts {
             field: options.field.clone(),
             bytes_max: options.document_bytes_max,
             file,
+            chunks,
             column,
             next_group: 0,
             open: None,
@@ -82,6 +87,8 @@ impl ParquetTexts {
                 }
                 let group = self.file.get_row_group(self.next_group).map_err(|error| fault(&self.path, error))?;
                 self.next_group += 1;
+                let (start, bytes) = group.metadata().column(self.column).byte_range();
+                self.chunks.will_read(start..start.saturating_add(bytes));
                 let reader = group.get_column_reader(self.column).map_err(|error| fault(&self.path, error))?;
                 let ColumnReader::ByteArrayColumnReader(reader) = reader else {
                     let what = format!("column {:?} changes its type between row groups", self.field);
@@ -134,6 +141,11 @@ impl Records for ParquetTexts {
 }
 
 fn fault(path: &std::path::Path, error: ParquetError) -> DataError {
+    if let ParquetError::External(inner) = &error
+        && let Some(error) = inner.downcast_ref().or_else(|| inner.downcast_ref().and_then(StoreError::within))
+    {
+        return refused(error.clone());
+    }
     let what = format!("is damaged, or not a Parquet file that can be read ({error})");
     let fix = match error.to_string().contains("feature") {
         true => "write it again with zstd, Snappy, gzip or without compression",

@@ -9,11 +9,13 @@ use flate2::bufread::MultiGzDecoder;
 use serde::de::{self, Deserialize, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::mds::MdsTexts;
+use super::objects::refused;
 use super::parquet::ParquetTexts;
 use super::records::{Record, Records};
 use super::tar::TarTexts;
 use super::{Compression, Corpus, Document, Format, OnInvalid, SourceFile};
 use crate::error::{DataError, Result};
+use trainyard_store::StoreError;
 
 /// Number of bytes read at a time.
 const BUFFER_BYTES: usize = 1 << 17;
@@ -231,9 +233,14 @@ fn open_file(corpus: &Corpus, file: usize) -> Result<OpenFile> {
 /// The bytes of a file, decompressed.
 pub(super) fn unpacked(source: &SourceFile) -> Result<Box<dyn BufRead + Send>> {
     let path = &source.path;
-    let raw = BufReader::with_capacity(BUFFER_BYTES, File::open(path).map_err(DataError::io("open", path))?);
+    let raw: Box<dyn BufRead + Send> = match &source.object {
+        Some(object) => Box::new(BufReader::with_capacity(BUFFER_BYTES, object.read())),
+        None => {
+            Box::new(BufReader::with_capacity(BUFFER_BYTES, File::open(path).map_err(DataError::io("open", path))?))
+        }
+    };
     Ok(match source.compression {
-        Compression::None => Box::new(raw),
+        Compression::None => raw,
         Compression::Gzip => Box::new(BufReader::with_capacity(BUFFER_BYTES, MultiGzDecoder::new(raw))),
         Compression::Zstd => {
             let decoder = zstd::stream::read::Decoder::with_buffer(raw).map_err(DataError::io("read", path))?;
@@ -290,6 +297,9 @@ fn take_text(path: &Path, first_line: u64, separator: Option<&[u8]>, buffer: &mu
 const WINDOW_TOO_LARGE: &str = "Frame requires too much memory for decoding";
 
 pub(super) fn read_error(path: &Path, compression: Compression, reason: io::Error) -> DataError {
+    if let Some(error) = StoreError::within(&reason) {
+        return refused(error.clone());
+    }
     if compression == Compression::Zstd && reason.to_string().contains(WINDOW_TOO_LARGE) {
         let what = "is compressed with a window of more than 128 MiB (zstd --long=28 or more), and that is the most \
                     memory that reading takes for one";

@@ -144,3 +144,25 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn parts_are_nearly_equal_disjoint_and_complete() {
+    let folder = tempfile::tempdir().unwrap();
+    for (number, bytes) in [90, 10, 40, 50, 1, 0, 30, 60].into_iter().enumerate() {
+        fs::write(folder.path().join(format!("{number}.txt")), "x".repeat(bytes)).unwrap();
+    }
+    let open = || Corpus::open(&[folder.path()], CorpusOptions::default()).unwrap();
+    for parts in 1..=8 {
+        let dealt: Vec<Corpus> = (1..=parts).map(|part| open().part(part, parts).unwrap()).collect();
+        let mut all: Vec<_> = dealt.iter().flat_map(|corpus| corpus.files().to_vec()).collect();
+        assert!(dealt.iter().all(|corpus| corpus.files().is_sorted_by(|a, b| a.path < b.path)), "{parts}");
+        assert!(dealt.iter().all(|corpus| !corpus.files().is_empty()), "{parts}");
+        all.sort_by(|a, b| a.path.cmp(&b.path));
+        assert_eq!(all, open().files(), "{parts}");
+        // No part exceeds the mean by more than the largest file.
+        assert!(dealt.iter().all(|corpus| corpus.bytes() <= 281 / parts as u64 + 90), "{parts}");
+    }
+    let two: Vec<u64> = (1..=2).map(|part| open().part(part, 2).unwrap().bytes()).collect();
+    assert_eq!(two, [141, 140]);
+    assert!(open().part(0, 2).is_err() && open().part(3, 2).is_err() && open().part(1, 9).is_err());
+}

@@ -233,6 +233,9 @@ fn key(corpus: &Corpus, tokenizer: &Tokenizer, options: &PrepareOptions) -> Stri
         field(file.path.as_os_str().as_encoded_bytes());
         field(&file.bytes.to_le_bytes());
         field(&file.modified_ns.to_le_bytes());
+        if let Some(validator) = file.validator() {
+            field(validator.as_bytes());
+        }
     }
     format!("{:016x}", hash.digest())
 }

@@ -4,8 +4,9 @@ use super::error::Origin;
 use super::resolve::{Inputs, Resolver};
 use super::sections::*;
 use super::sections_chat::{DataFormat, LossOnPart};
-use super::value::Source;
+use super::value::{ByteSize, Source};
 use crate::corpora::{CHATML_NAME, expanded, held_back_part, prepared_fraction, source_exists, token_source};
+use trainyard_data::corpus::CACHE_BYTES;
 use trainyard_data::indexed::mask_path;
 use trainyard_data::prepare::VALIDATION_FRACTION;
 
@@ -94,6 +95,14 @@ impl Resolver {
         self.count("data.prefetch", Some(data.prefetch as u64), 1, 4096);
         let cache = self.config.run.directory.join("data-cache");
         self.settle("data.cache", &data.cache, cache, "inside run.directory");
+        match data.object_cache {
+            None => self.unused("data.object_cache_size", &data.object_cache_size, "there is no data.object_cache"),
+            Some(_) => {
+                self.count("data.object_cache_size", data.object_cache_size.map(|size| size.0), 1 << 20, 1 << 60);
+                let because = "the size of the cache of objects, unless another is asked for";
+                self.settle("data.object_cache_size", &data.object_cache_size, ByteSize(CACHE_BYTES), because);
+            }
+        }
         validation
     }
 

@@ -455,6 +455,11 @@ section! {
         /// `run.directory`.
         #[elsewhere("cache_dir", "data_cache_path")]
         cache: Option<PathBuf> = None;
+        /// A folder that keeps what is read of object stores, for the next reading. Unset: nothing
+        /// is kept. Runs and commands may share it.
+        object_cache: Option<PathBuf> = None;
+        /// The most bytes in `object_cache`; entries used least recently go first. Unset: 16 GiB.
+        object_cache_size: Option<ByteSize> = None;
     }
 }
 

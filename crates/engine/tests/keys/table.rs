@@ -279,6 +279,13 @@ pub const ROWS: &[Row] = &[
     row("augmentation.rand_augment_magnitude", RAND_AUGMENT, &["augmentation.rand_augment_magnitude=25"], Losses),
     row("augmentation.mixup", IMAGES, &["augmentation.mixup=0.5"], Losses),
     row("augmentation.cutmix", IMAGES, &["augmentation.cutmix=1"], Losses),
+    row(
+        "data.object_cache",
+        &[],
+        &[],
+        Elsewhere("crates/cli/tests/objects.rs", "a_run_inspect_and_dedup_read_objects"),
+    ),
+    row("data.object_cache_size", &[], &["data.object_cache_size=1GB"], Refused("there is no data.object_cache")),
     row("training.steps", &[], &["training.steps=2"], Steps),
     row("training.epochs", &[], &["training.epochs=0.02"], Steps),
     row("training.tokens", &[], &["training.tokens=64"], Steps),
