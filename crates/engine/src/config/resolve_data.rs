@@ -1,4 +1,4 @@
-//! Resolves `[tokenizer]`, `[data]` and `[evaluation]`: the training corpora and the validation text.
+//! Resolves `[tokenizer]`, `[data]` and `[evaluation]`: the corpora of training and validation.
 
 use super::error::Origin;
 use super::resolve::{Inputs, Resolver};
