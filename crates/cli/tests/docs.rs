@@ -253,8 +253,8 @@ fn write_corpora(folder: &Path) {
     write_pictures(&folder.join("pictures"));
 }
 
-/// Writes three classes of eight pictures each, of 24 x 20 pixels: stripes that are mostly red, green
-/// or blue.
+/// Writes three classes of eight pictures each, of 24 x 20 pixels: stripes that are mostly red,
+/// green or blue.
 fn write_pictures(folder: &Path) {
     for (channel, class) in ["red", "green", "blue"].into_iter().enumerate() {
         fs::create_dir_all(folder.join(class)).expect("a new folder");

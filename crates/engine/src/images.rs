@@ -45,8 +45,8 @@ impl HeldBack {
 }
 
 impl ImageCorpora {
-    /// Lists the images that `resolved` names. `labels` are the classes in their order, if the model
-    /// has names for them.
+    /// Lists the images that `resolved` names. `labels` are the classes in their order, if the
+    /// model has names for them.
     ///
     /// # Errors
     /// A source has no images or another layout; a class of validation that training does not have.

@@ -389,8 +389,8 @@ impl BatchShape {
         match self.patch_len {
             // Tokens, targets and positions, i32.
             None => 12 * tokens,
-            // Kinds and positions of rows, patches; of images the row and the class, two classes with
-            // weights if they are mixed.
+            // Kinds and positions of rows, patches; of images the row and the class, two classes
+            // with weights if they are mixed.
             Some(patch_len) => tokens * (8 + 4 * patch_len as u64) + count * if self.mixed { 24 } else { 8 },
         }
     }

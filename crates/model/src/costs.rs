@@ -199,8 +199,9 @@ pub struct FlopsPerToken {
 
 impl ModelSpec {
     /// Elements of all parameters that take part in a product for every token, gains and biases
-    /// included. Of experts these are as many as a token goes to. The head of a model of images, which
-    /// multiplies one row of an image, counts whole here; [`ModelSpec::flops_per_token`] divides it.
+    /// included. Of experts these are as many as a token goes to. The head of a model of images,
+    /// which multiplies one row of an image, counts whole here; [`ModelSpec::flops_per_token`]
+    /// divides it.
     pub fn multiplied_parameters(&self) -> usize {
         let ModelSpec { dim, ffn_dim, .. } = *self;
         let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());

@@ -1,4 +1,5 @@
-//! Resolves `[tokenizer]`, `[data]` and `[evaluation]`: the training corpora and the validation text.
+//! Resolves `[tokenizer]`, `[data]` and `[evaluation]`: the training corpora and the validation
+//! text.
 
 use super::error::Origin;
 use super::resolve::{Inputs, Resolver};

@@ -212,7 +212,8 @@ impl Resolver {
         self.unused("distillation.teacher", &teacher, "a teacher has a vocabulary, and images have classes");
     }
 
-    /// The loader's threads: the cores that the training leaves free, unless the user says how many.
+    /// The loader's threads: the cores that the training leaves free, unless the user says how
+    /// many.
     pub(super) fn image_workers(&mut self, inputs: &Inputs, parallel: &Parallel, threads: usize) {
         if self.config.origin("data.workers") != super::Origin::Default {
             return;

@@ -73,8 +73,9 @@ impl Planned {
     }
 }
 
-/// Writes `config.json`, `generation_config.json` (of a model of images, `preprocessor_config.json`)
-/// and the weights of `model` into `folder`, which is created if missing.
+/// Writes `config.json`, `generation_config.json` (of a model of images,
+/// `preprocessor_config.json`) and the weights of `model` into `folder`, which is created if
+/// missing.
 ///
 /// `values(unit, out)` fills the flat buffer of a unit (laid out for one shard). It is called once
 /// for each unit, so that at most one unit is in memory. Files appear under their names when they
