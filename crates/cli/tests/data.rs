@@ -210,3 +210,36 @@ fn every_validation_text_has_a_loss_of_its_own() {
         assert!((number(&alone["loss"]) - number(&last["texts"][place]["loss"])).abs() < 1e-6, "{alone} {last}");
     }
 }
+
+/// Two classes of small files, from the numbers that decoding is compared with.
+fn images(folder: &Folder) {
+    let golden: Value = serde_json::from_str(include_str!("../../data/tests/golden/images.json")).unwrap();
+    for (number, file) in golden["files"].as_array().unwrap().iter().enumerate() {
+        let (name, hex) = (file["name"].as_str().unwrap(), file["bytes"].as_str().unwrap());
+        let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
+        let bytes: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
+        let class = ["cat", "dog"][number % 2];
+        fs::create_dir_all(folder.join(&format!("photos/{class}"))).unwrap();
+        folder.write(&format!("photos/{class}/{name}"), bytes);
+    }
+}
+
+#[test]
+fn images_are_inspected_and_their_loader_is_measured() {
+    let folder = Folder::new();
+    images(&folder);
+    let inspect = ["data", "inspect", "--images", "photos"];
+    let shown = folder.run(&inspect).ok().stdout;
+    assert!(shown.contains("images       22 in 2 classes"), "{shown}");
+    assert!(shown.contains("width 4 to 18, height 4 to 18 pixels (of 22 decoded)"), "{shown}");
+    assert!(shown.contains("class        cat: 11 images") && !shown.contains("invalid"), "{shown}");
+    let bench = ["data", "bench", "--images", "photos", "--image-size", "32", "--seconds", "0.1", "--json"];
+    let figures: Value = serde_json::from_str(&folder.run(&bench).ok().stdout).unwrap();
+    assert!(figures["images_per_second"].as_f64().unwrap() > 0.0, "{figures}");
+    folder.write("photos/cat/bad.jpg", "no image");
+    let shown = folder.run(&inspect).ok().stdout;
+    assert!(shown.contains("invalid      photos/cat/bad.jpg: is neither JPEG, PNG nor WebP; repair"), "{shown}");
+    let refused = folder.run(&["data", "bench", "--images", "photos", "--patch-size", "15"]);
+    assert_ne!(refused.code, Some(0));
+    assert!(refused.stderr.contains("does not divide the image size 224"), "{}", refused.stderr);
+}

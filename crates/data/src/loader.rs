@@ -4,9 +4,10 @@
 //! A step of the whole job is a run of samples. It is cut into `world` x `accumulation_steps`
 //! micro-batches, of which rank `r` takes the `r`-th group of `accumulation_steps`. The samples of
 //! a step and their division into micro-batches are therefore the same whatever the number of
-//! ranks. Making a batch of text means some microseconds of copying from mapped files, so one worker
-//! is plenty and sleeps nearly always. It hides a disk that is slow now and then. Images are decoded
-//! by the workers, which takes milliseconds each: they need as many workers as cores are free.
+//! ranks. Making a batch of text means some microseconds of copying from mapped files, so one
+//! worker is plenty and sleeps nearly always. It hides a disk that is slow now and then. Images are
+//! decoded by the workers, which takes milliseconds each: they need as many workers as cores are
+//! free.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};

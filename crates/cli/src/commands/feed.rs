@@ -20,7 +20,7 @@ use trainyard_engine::corpora::token_source;
 /// to the first batch after a resume, and what each method of sampling makes of the documents.
 #[derive(clap::Args)]
 pub struct BenchArgs {
-    /// Token files: the OUT of `data prepare`, or a .bin or .idx.
+    /// Token files: the OUT of `data prepare`, or a .bin or .idx. Images with `--images`.
     #[arg(required = true)]
     tokens: Vec<PathBuf>,
     /// Tokens of a sequence.
@@ -29,6 +29,18 @@ pub struct BenchArgs {
     /// Sequences of a micro-batch.
     #[arg(long, default_value_t = 8)]
     micro_batch_size: usize,
+    /// Measure images instead: folders with a sub-folder for each class, or WebDataset .tar shards.
+    #[arg(long)]
+    images: bool,
+    /// Side of the square that images are cropped to, with `--images`.
+    #[arg(long, default_value_t = 224, requires = "images")]
+    image_size: usize,
+    /// Side of a patch, with `--images`.
+    #[arg(long, default_value_t = 16, requires = "images")]
+    patch_size: usize,
+    /// Threads that decode, with `--images`.
+    #[arg(long, default_value_t = 1, requires = "images")]
+    workers: usize,
     /// Seconds of measuring for each method.
     #[arg(long, default_value_t = 2.0)]
     seconds: f64,
@@ -69,6 +81,17 @@ const STEPS: [u64; 2] = [10, 10_000_000];
 pub fn run_bench(args: &BenchArgs) -> Result<()> {
     if !(args.seconds > 0.0 && args.seconds <= 3600.0) {
         bail!("--seconds {} is not between 0 and 3600", args.seconds);
+    }
+    if args.images {
+        return super::images::bench(&super::images::Bench {
+            sources: &args.tokens,
+            image_size: args.image_size,
+            patch_size: args.patch_size,
+            micro_batch_size: args.micro_batch_size,
+            workers: args.workers,
+            seconds: args.seconds,
+            json: args.json,
+        });
     }
     let prefixes = prefixes(&args.tokens)?;
     let mut all = Vec::new();

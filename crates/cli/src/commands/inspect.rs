@@ -44,6 +44,9 @@ pub struct Args {
     /// Unset: text.
     #[arg(long)]
     text_field: Option<String>,
+    /// Show classes and sizes of images: a folder with a sub-folder for each class, or a shard.
+    #[arg(long, conflicts_with_all = ["sample", "tokenizer", "sets", "text_field"])]
+    images: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -131,6 +134,9 @@ struct Piece {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
+    if args.images {
+        return super::images::inspect(&args.path, args.json);
+    }
     let path = &args.path;
     let inspection = if let Some(prefix) = token_source(path) {
         if !args.sets.is_empty() {

@@ -18,6 +18,7 @@ pub mod eval;
 pub mod export;
 pub mod feed;
 pub mod generate;
+pub mod images;
 pub mod inspect;
 pub mod inspect_text;
 pub mod largest;

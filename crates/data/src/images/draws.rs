@@ -61,8 +61,8 @@ impl Draws {
         1.0 / (1.0 + (y - x).exp())
     }
 
-    /// The logarithm of a draw of Gamma(`shape`, 1), by Marsaglia and Tsang 2000. A shape below 1 is
-    /// reached from `shape + 1` by the factor U^(1 / shape); logarithms keep tiny draws from 0.
+    /// The logarithm of a draw of Gamma(`shape`, 1), by Marsaglia and Tsang 2000. A shape below 1
+    /// is reached from `shape + 1` by the factor U^(1 / shape); logarithms keep tiny draws from 0.
     fn ln_gamma(&mut self, shape: f64) -> f64 {
         let boost = if shape < 1.0 { (1.0 - self.uniform()).ln() / shape } else { 0.0 };
         let d = if shape < 1.0 { shape + 1.0 } else { shape } - 1.0 / 3.0;

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use trainyard_tensor::mapped::MappedFile;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
+use super::decode::{Rgb, decode};
 use crate::corpus::expand;
 use crate::error::{DataError, Result};
 
@@ -32,6 +33,7 @@ const LABEL_BYTES_MAX: u64 = 1 << 20;
 /// Random streams count images by 32 bits.
 const IMAGES_MAX: usize = u32::MAX as usize;
 
+const REPAIR: &str = "repair or remove it, or skip invalid images";
 const CONVERT: &str = "convert it to JPEG, PNG or WebP";
 const LAYOUT: &str = "give a folder with one sub-folder for each class, or WebDataset .tar shards";
 
@@ -241,8 +243,16 @@ impl ImageIndex {
         }
     }
 
+    /// Decodes image `i`.
+    ///
+    /// # Errors
+    /// [`DataError::Input`] if the image is damaged; any other if it cannot be read.
+    pub fn decoded(&self, i: usize) -> Result<Rgb> {
+        self.with_bytes(i, |bytes| decode(bytes).map_err(|what| DataError::input(&self.name(i), None, what, REPAIR)))
+    }
+
     /// Gives the encoded bytes of image `i` to `read`.
-    pub(super) fn with_bytes<T>(&self, i: usize, read: impl FnOnce(&[u8]) -> Result<T>) -> Result<T> {
+    fn with_bytes<T>(&self, i: usize, read: impl FnOnce(&[u8]) -> Result<T>) -> Result<T> {
         let entry = &self.entries[i];
         let shard = &self.shards[entry.shard as usize];
         match &shard.map {

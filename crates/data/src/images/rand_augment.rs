@@ -87,7 +87,7 @@ impl Operation {
     /// 1 less than a factor of colour, bits, or a threshold.
     pub fn apply(self, strength: f64, image: &mut Rgb) {
         let factor = (1.0 + strength) as f32;
-        // The centre of rotation and of shears; torchvision shears about the upper left corner.
+        // Shears keep the upper left corner, as in torchvision.
         match self {
             Self::Identity => {}
             Self::ShearX => affine(image, [1.0, strength, 0.0, 0.0, 1.0, 0.0]),

@@ -5,7 +5,7 @@
 
 use xxhash_rust::xxh3::Xxh3;
 
-use super::decode::{Rgb, decode};
+use super::decode::Rgb;
 use super::draws::{Draws, ORDER, Purpose};
 use super::index::ImageIndex;
 use super::patches::{Cut, Mirror, Normalisation, paste};
@@ -15,8 +15,6 @@ use crate::corpus::OnInvalid;
 use crate::dataset::{IGNORE, MicroBatch, Position};
 use crate::error::{DataError, Result};
 use crate::rng::Permutation;
-
-const REPAIR: &str = "repair or remove it, or skip invalid images";
 
 /// The specification of a sequence of samples.
 #[derive(Debug, Clone, PartialEq)]
@@ -216,7 +214,6 @@ impl ImageSet {
             .mixes()
             .then(|| Mixed { second: Vec::with_capacity(rows), weight: Vec::with_capacity(rows) });
         let last = first + rows as u64;
-        // Rows of the batch begin at `class`, without the classes that mixing adds.
         let mut unmixed: Vec<(u64, i32)> = Vec::with_capacity(rows);
         for sample in first..last {
             let class = self.sample_into(sample, &mut resizing, &mut pixels)?;
@@ -294,7 +291,7 @@ impl ImageSet {
         let order = Permutation::new(images, self.spec.seed, ORDER, epoch);
         for skipped in 0..images {
             let i = order.apply((place + skipped) % images) as usize;
-            match (self.decoded(i), self.spec.on_invalid) {
+            match (self.index.decoded(i), self.spec.on_invalid) {
                 (Ok(image), _) => {
                     self.augmented_into(sample, &image, resizing, patches);
                     return Ok(self.index.class(i) as i32);
@@ -309,12 +306,7 @@ impl ImageSet {
         })
     }
 
-    fn decoded(&self, i: usize) -> Result<Rgb> {
-        decoded(&self.index, i)
-    }
-
-    /// The random numbers of a sample. Its image is a function of the sample, so this is keyed by
-    /// (seed, epoch, image), and by the image that was drawn if another takes its place.
+    /// The random numbers of a sample, keyed by (seed, epoch, image).
     fn draws(&self, sample: u64, purpose: Purpose) -> Draws {
         let images = self.samples_per_epoch();
         let (epoch, place) = (sample / images, sample % images);
@@ -353,11 +345,6 @@ fn mirror_row(row: &mut [u8]) {
             row.swap(x * 3 + channel, (pixels - 1 - x) * 3 + channel);
         }
     }
-}
-
-/// Image `i`, with errors that name it.
-fn decoded(index: &ImageIndex, i: usize) -> Result<Rgb> {
-    index.with_bytes(i, |bytes| decode(bytes).map_err(|what| DataError::input(&index.name(i), None, what, REPAIR)))
 }
 
 /// A batch of image rows without classes and pixels.
@@ -421,7 +408,7 @@ impl<'i> ImageEvaluation<'i> {
         let of_image = spec.patches() * spec.patch_len();
         let mut patches = Vec::with_capacity(images.len() * of_image);
         for (row, i) in images.clone().enumerate() {
-            match (decoded(self.index, i), spec.on_invalid) {
+            match (self.index.decoded(i), spec.on_invalid) {
                 (Ok(image), _) => {
                     let square = resizing.for_evaluation(&image, spec.resize, spec.image_size);
                     self.normalisation.patches_into(&square, spec.patch_size, Mirror::No, &mut patches);
