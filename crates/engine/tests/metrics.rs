@@ -13,6 +13,7 @@ fn step(step: u64) -> StepMetrics {
         tokens: 64 * step,
         epoch: step as f64 / 16.0,
         tps: 640.0,
+        images_per_s: None,
         tflops: 0.5,
         mfu: Some(0.25),
         step_s: 0.1,
