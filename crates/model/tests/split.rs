@@ -520,7 +520,8 @@ fn logits_of_evaluation_and_of_generation_are_columns_of_the_whole() {
             for piece in [0..5, 5..6, 6..9] {
                 let Range { start, end } = piece.clone();
                 let positions: Vec<i32> = (start as i32..end as i32).collect();
-                let slices = BatchSlices::of_text(&ids[piece], None, &positions, &[0, positions.len() as i32]);
+                let cu_seqlens = [0, positions.len() as i32];
+                let slices = BatchSlices::of_text(&ids[piece], None, &positions, &cu_seqlens);
                 let batches: Vec<_> = group.models.iter().map(|model| model.batch(&device, &slices).unwrap()).collect();
                 let (outputs, _) = group.forward(&device, &batches, Output::LastLogits, evaluation, Some(&mut caches));
                 caches.iter_mut().for_each(|cache| cache.advance(positions.len()));
