@@ -1,4 +1,4 @@
-"""Images a second of PyTorch's DataLoader with torchvision, for `cargo xtask bench`'s data figures.
+"""Images a second of PyTorch's DataLoader with torchvision, for `cargo xtask bench images`.
 
     python scripts/peers/torch_images.py make FOLDER     # 300 JPEGs of 500 x 400 in 3 classes
     python scripts/peers/torch_images.py run FOLDER --workers 2 --seconds 8

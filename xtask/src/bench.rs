@@ -83,6 +83,10 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
             println!("skipped: no text at {}; give one with --text", bench.text.display());
             continue;
         }
+        if benchmark.needs_images() && !bench.have_images()? {
+            println!("skipped: its images are made by the peer's Python, and --without-peers was given");
+            continue;
+        }
         match bench.run(benchmark) {
             Ok(found) => rows.extend(found.into_iter().map(|row| (benchmark.name, row))),
             Err(error) => {
@@ -153,11 +157,35 @@ impl Bench {
         Ok(rows)
     }
 
+    /// The folder of images.
+    fn images(&self) -> PathBuf {
+        self.folder.join("images")
+    }
+
+    /// Makes the images if they are missing. False if there is no Python to make them.
+    fn have_images(&self) -> Result<bool> {
+        let folder = self.images();
+        if folder.is_dir() {
+            return Ok(true);
+        }
+        let Some(peers) = &self.peers else { return Ok(false) };
+        let unfinished = folder.with_extension("unfinished");
+        let arguments = ["make".to_owned(), unfinished.to_string_lossy().into_owned()];
+        measure::output(&mut peers.command("torch_images.py", &arguments), &self.folder.join("images.log"))?;
+        fs::rename(&unfinished, &folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        Ok(true)
+    }
+
+    /// An argument with the paths for which it has names.
+    fn filled(&self, argument: &str) -> String {
+        let (text, images) = (self.text.to_string_lossy(), self.images());
+        argument.replace("{text}", &text).replace("{images}", &images.to_string_lossy())
+    }
+
     fn ours(&self, benchmark: &Benchmark) -> Result<Value> {
         let scratch = self.scratch(benchmark)?;
-        let text = self.text.to_string_lossy();
         let mut command = Command::new(&self.binary);
-        command.args(benchmark.ours.arguments().iter().map(|argument| argument.replace("{text}", &text)));
+        command.args(benchmark.ours.arguments().iter().map(|argument| self.filled(argument)));
         command.current_dir(&scratch);
         let log = self.log(benchmark, "ours");
         match benchmark.ours {
@@ -170,9 +198,7 @@ impl Bench {
     }
 
     fn theirs(&self, peers: &Peers, peer: &Peer, benchmark: &Benchmark, ours: &Path) -> Result<Value> {
-        let fill = |argument: &&str| {
-            argument.replace("{text}", &self.text.to_string_lossy()).replace("{ours}", &ours.to_string_lossy())
-        };
+        let fill = |argument: &&str| self.filled(argument).replace("{ours}", &ours.to_string_lossy());
         let arguments: Vec<String> = peer.arguments.iter().map(fill).collect();
         let mut command = peers.command(peer.script, &arguments);
         command.current_dir(self.scratch(benchmark)?);

@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 pub const PYTHON_VARIABLE: &str = "TRAINYARD_PEERS_PYTHON";
-const PACKAGES: [&str; 3] = ["torch", "numpy", "transformers"];
+const PACKAGES: [&str; 4] = ["torch", "numpy", "transformers", "torchvision"];
 /// Folders in which distributions put gperftools' allocator.
 const ALLOCATOR_FOLDERS: [&str; 5] =
     ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"];

@@ -16,6 +16,7 @@
 //! - **layouts**: `cases`, each with `name` (its settings), `step_s`, `tokens_per_s` and
 //!   `speed_ratio` (to the first case, the median over turns).
 //! - **tp, pp**: the same with one case; the peer's `tokens_per_s`.
+//! - **images**: `images_per_second`.
 //! - **memory**: `cases`, each with `name`, `kind` (`peak`, `cut`), `error` (of the prediction,
 //!   relative, the worst purpose) or `cut` (activations without / with full checkpointing).
 //!
@@ -49,7 +50,8 @@ pub struct Peer {
     pub label: &'static str,
     /// Script in `scripts/peers`.
     pub script: &'static str,
-    /// Arguments. `{text}` is the text's path, `{ours}` a file with the output of our side.
+    /// Arguments. `{text}` and `{images}` are paths as on our side, `{ours}` is a file with the
+    /// output of our side.
     pub arguments: &'static [&'static str],
 }
 
@@ -61,7 +63,7 @@ pub struct Benchmark {
     pub about: &'static str,
     /// Files to put into the folder that it runs in.
     pub files: &'static [(&'static str, &'static str)],
-    /// The command of our side. `{text}` is the text's path.
+    /// The command of our side. `{text}` is the text's path, `{images}` a folder of JPEG files.
     pub ours: Ours,
     /// Variants of the peer, of which the fastest is compared.
     pub peers: &'static [Peer],
@@ -76,6 +78,11 @@ impl Benchmark {
     pub fn needs_text(&self) -> bool {
         let peers = self.peers.iter().flat_map(|peer| peer.arguments);
         self.ours.arguments().iter().chain(peers).any(|argument| argument.contains("{text}"))
+    }
+
+    /// True if it needs the images that a script of the peer makes.
+    pub fn needs_images(&self) -> bool {
+        self.ours.arguments().contains(&"{images}")
     }
 }
 
@@ -235,6 +242,19 @@ pub const BENCHMARKS: &[Benchmark] = &[
         rows: memory,
     },
     Benchmark {
+        name: "images",
+        about: "JPEG files of 500 x 400: decoding, random crops to 224 x 224, flips, normalisation; 2 threads",
+        files: &[],
+        ours: Ours::Prints(&["data", "bench", "--images", "{images}", "--workers", "2", "--json"]),
+        peers: &[Peer {
+            label: "PyTorch's DataLoader with torchvision, 2 workers",
+            script: "torch_images.py",
+            arguments: &["run", "{images}", "--workers", "2"],
+        }],
+        peer_speed: "/images_per_second",
+        rows: images,
+    },
+    Benchmark {
         name: "bubbles",
         about: "paced steps of six pipeline schedules on 2, 4 and 8 ranks, against the simulator",
         files: &[],
@@ -354,6 +374,11 @@ fn shakespeare(m: &Measured) -> Result<Vec<Row>> {
         Row::new("validation loss", "nats", m.ours("/val_loss")?).against(m.theirs("/val_loss")?).at_most(1.90),
         Row::new("waiting for data, share of the step", "", m.ours("/data_wait_share")?).at_most(0.01),
     ])
+}
+
+fn images(m: &Measured) -> Result<Vec<Row>> {
+    let speed = m.ours("/images_per_second")?;
+    Ok(vec![Row::new("speed", "images/s", speed).against(m.theirs("/images_per_second")?).ratio_at_least(1.3)])
 }
 
 fn memory(m: &Measured) -> Result<Vec<Row>> {
