@@ -263,7 +263,7 @@ fn write_pictures(folder: &Path) {
             let mut encoder = png::Encoder::new(file, 24, 20);
             encoder.set_color(png::ColorType::Rgb);
             encoder.set_depth(png::BitDepth::Eight);
-            let bright = |x: usize, y: usize| if (x + y * number) / 3 % 2 == 0 { 220 } else { 130 };
+            let bright = |x: usize, y: usize| if ((x + y * number) / 3).is_multiple_of(2) { 220 } else { 130 };
             let value = |x, y, c: usize| if c == channel { bright(x, y) } else { 20 + (number * 11 % 60) as u8 };
             let pixels: Vec<u8> = (0..24 * 20 * 3).map(|i| value(i / 3 % 24, i / 72, i % 3)).collect();
             encoder.write_header().expect("a header").write_image_data(&pixels).expect("its pixels");
