@@ -43,7 +43,7 @@ pub(crate) struct Address {
     pub(crate) url: String,
     /// Scheme and bucket, or scheme and host: `s3://bucket`.
     pub(crate) bucket: String,
-    /// What follows it, without the slash between them and without a query.
+    /// The rest of the name, without the slash between them and without a query.
     pub(crate) key: String,
 }
 

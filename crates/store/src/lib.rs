@@ -141,7 +141,7 @@ impl Store {
         &self.0.options
     }
 
-    /// What was read so far.
+    /// Requests, bytes and retries so far.
     pub fn traffic(&self) -> Traffic {
         let Counters { requests, network_bytes, cache_bytes, retries } = &*self.0.traffic;
         let [requests, network_bytes, cache_bytes, retries] =

@@ -75,42 +75,26 @@ const LLAMA3: &[&str] = &[
 const YARN: &[&str] =
     &["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_theta=100"];
 const TALKS: &[&str] = &["data.train={F}/talks.jsonl", "data.format=chat", "data.chat_template=chatml"];
-const IMAGES: &[&str] = &[
-    "model.family=vit",
-    "data.format=images",
-    "data.train={F}/pictures",
-    "data.cache=auto",
-    "data.validation_fraction=0",
-    "tokenizer.kind=auto",
-    "training.sequence_length=auto",
-    "images.size=8",
-    "images.patch_size=4",
-    "augmentation.crop=false",
-    "augmentation.flip=0",
-];
-const CROPPED: &[&str] = &[
-    "model.family=vit",
-    "data.format=images",
-    "data.train={F}/pictures",
-    "data.cache=auto",
-    "data.validation_fraction=0",
-    "tokenizer.kind=auto",
-    "training.sequence_length=auto",
-    "images.size=8",
-    "images.patch_size=4",
-];
-const RAND_AUGMENT: &[&str] = &[
-    "model.family=vit",
-    "data.format=images",
-    "data.train={F}/pictures",
-    "data.cache=auto",
-    "data.validation_fraction=0",
-    "tokenizer.kind=auto",
-    "training.sequence_length=auto",
-    "images.size=8",
-    "images.patch_size=4",
-    "augmentation.rand_augment_operations=2",
-];
+/// Settings of a run on the images of `{F}/pictures`, and more of them.
+macro_rules! images {
+    ($($more:literal),*) => {
+        &[
+            "model.family=vit",
+            "data.format=images",
+            "data.train={F}/pictures",
+            "data.cache=auto",
+            "data.validation_fraction=0",
+            "tokenizer.kind=auto",
+            "training.sequence_length=auto",
+            "images.size=8",
+            "images.patch_size=4",
+            $($more),*
+        ]
+    };
+}
+const IMAGES: &[&str] = images!["augmentation.crop=false", "augmentation.flip=0"];
+const CROPPED: &[&str] = images![];
+const RAND_AUGMENT: &[&str] = images!["augmentation.rand_augment_operations=2"];
 const TEACHER: &[&str] = &["distillation.teacher={F}/hf"];
 const JENSEN: &[&str] = &["distillation.teacher={F}/hf", "distillation.divergence=jensen_shannon"];
 const FROZEN: &[&str] = &["fine_tuning.freeze=['block.*']"];

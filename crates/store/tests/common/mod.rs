@@ -10,10 +10,11 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What goes wrong with one request for bytes.
+/// A fault of the answer to one request for bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The connection is closed after this many bytes of the body.
+    /// The connection is closed after this many bytes of the body, or before its last byte: an
+    /// answer that came whole would be no fault.
     Reset(usize),
     /// An answer without the object.
     Status(u16),
@@ -23,7 +24,7 @@ pub enum Fault {
     TooLong(usize),
     /// A shorter part than was asked for, by this many bytes, in an answer that is consistent.
     Short(usize),
-    /// This many bytes, and then silence until the client is gone.
+    /// As many bytes as [`Fault::Reset`] has, and then silence until the client is gone.
     Silence(usize),
     /// The object has another ETag from now on.
     Changed,
@@ -171,7 +172,7 @@ fn answer(mut stream: &TcpStream, shared: &Mutex<State>) -> Option<()> {
     }
     match fault {
         Some(Fault::Reset(bytes)) => {
-            stream.write_all(&part[..bytes.min(part.len())]).ok()?;
+            stream.write_all(&part[..bytes.min(part.len().saturating_sub(1))]).ok()?;
             stream.shutdown(std::net::Shutdown::Both).ok()?;
             None
         }
@@ -181,7 +182,7 @@ fn answer(mut stream: &TcpStream, shared: &Mutex<State>) -> Option<()> {
             None
         }
         Some(Fault::Silence(bytes)) => {
-            stream.write_all(&part[..bytes.min(part.len())]).ok()?;
+            stream.write_all(&part[..bytes.min(part.len().saturating_sub(1))]).ok()?;
             // Until the client hangs up.
             stream.set_read_timeout(Some(Duration::from_secs(60))).ok()?;
             let _ = reader.read(&mut [0]);
