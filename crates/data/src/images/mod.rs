@@ -3,10 +3,10 @@
 //!
 //! | module | from | to |
 //! |---|---|---|
-//! | [`index`] | class folders and tar shards | an [`ImageIndex`]: the place and the class of each image |
+//! | [`index`] | class folders and tar shards | [`ImageIndex`]: place and class of each image |
 //! | [`decode`] | JPEG, PNG or WebP | 8-bit RGB, upright, within a limit of pixels |
 //! | [`transform`] | RGB of any size | a square, by a random crop or by the crop of evaluation |
-//! | [`colour`], [`rand_augment`] | a square | the same square in other colours, sheared, rotated, … |
+//! | [`colour`], [`rand_augment`] | a square | the square in other colours, sheared, … |
 //! | [`set`] | index, specification | [`MicroBatch`](crate::MicroBatch)es of normalised patches |
 //!
 //! Sample `i` is a pure function of (specification, `i`). The order is a permutation by (seed,
