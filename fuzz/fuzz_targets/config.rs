@@ -17,6 +17,7 @@ fn resolve(file: &str, sets: &[String]) -> Result<Resolved, ConfigError> {
         processes: None,
         sharing: 1,
         tokenizer_vocabulary: Some(97),
+        classes: Some(vec!["cat".into(), "dog".into()]),
         pretrained: None,
         batches_supplied: true,
     };

@@ -94,10 +94,8 @@ fn logits(model: &Model, store: &Store, device: &Device, batch: &Batch) -> Vec<f
 #[test]
 fn logits_and_every_gradient_agree_with_transformers() {
     let golden = read_golden();
-    for (device, policy) in Isa::available()
-        .into_iter()
-        .map(|isa| (Device::cpu(isa, 2, None), Policy::Everything))
-        .chain([(cpu(), Policy::Selective)])
+    for (device, policy) in
+        Isa::available().map(|isa| (Device::cpu(isa, 2, None), Policy::Everything)).chain([(cpu(), Policy::Selective)])
     {
         let (model, mut store) = load(&device);
         let plain = batch(&model, &device, &golden.patches, &golden.classes, None).unwrap();
