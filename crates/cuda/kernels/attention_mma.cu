@@ -22,15 +22,10 @@
 // matrix's rows lie in different banks.
 template <int D> DEVICE T *place(T *tile, int row, int chunk) { return tile + (row * (D / 8) + (chunk ^ (row & 7))) * 8; }
 
-// Begins to copy `count` rows from `first` on, zeros for those at `last` and beyond and for columns
-// that the head does not have.
-template <int D> DEVICE void copy_tile(T *tile, int count, const T *source, i64 stride, int first, int last, int head_dim) {
-    for (int i = threadIdx.x; i < count * (D / 8); i += THREADS) {
-        int row = i / (D / 8), chunk = i % (D / 8);
-        bool valid = first + row < last && chunk * 8 < head_dim;
-        const T *from = source + (valid ? (i64)(first + row) * stride + chunk * 8 : 0);
-        copy16_async(place<D>(tile, row, chunk), from, valid);
-    }
+// Begins to copy COUNT rows from `first` on, as `copy_pieces` says.
+template <int D, int COUNT> DEVICE void copy_tile(T *tile, const T *source, i64 stride, int first, int last, int head_dim) {
+    T *to = place<D>(tile, (int)threadIdx.x / (D / 8), (int)threadIdx.x % (D / 8));
+    copy_pieces<D, COUNT>(to, THREADS / (D / 8) * D, source, stride, first, last, head_dim);
 }
 
 // The 16 x 16 left operand: rows from `row` on, columns from 16 `step` on.
@@ -94,9 +89,9 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
     Bounds mine[2] = {bounds(row + (int)(lane_of() >> 2)), bounds(row + 8 + (int)(lane_of() >> 2))};
     int from = bounds(first).first, to = bounds(last - 1).last;
 
-    copy_tile<D>(queries, ROWS, q, stride, first, last, h.head_dim);
-    copy_tile<D>(keys, N, k, stride, from, to, h.head_dim);
-    copy_tile<D>(values, N, v, stride, from, to, h.head_dim);
+    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
+    copy_tile<D, N>(keys, k, stride, from, to, h.head_dim);
+    copy_tile<D, N>(values, v, stride, from, to, h.head_dim);
     commit_copies();
     float sum[D / 8][4];
     clear<D>(sum);
@@ -111,8 +106,8 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
             for (int step = 0; step < D / 16; step++) load_left<D>(a[step], queries, (int)warp_of() * 16, step);
         }
         if (column + N < to) {
-            copy_tile<D>(keys + (stage ^ 1) * N * D, N, k, stride, column + N, to, h.head_dim);
-            copy_tile<D>(values + (stage ^ 1) * N * D, N, v, stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(keys + (stage ^ 1) * N * D, k, stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(values + (stage ^ 1) * N * D, v, stride, column + N, to, h.head_dim);
             commit_copies();
         }
         Part part = part_of<N>(warp_first, warp_last, column);
@@ -154,10 +149,10 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
     }
     int from = bounds(first).first, to = bounds(last - 1).last;
 
-    copy_tile<D>(queries, ROWS, q, stride, first, last, h.head_dim);
-    copy_tile<D>(outs, ROWS, dout + (i64)head * h.head_dim, out_stride, first, last, h.head_dim);
-    copy_tile<D>(keys, N, k, stride, from, to, h.head_dim);
-    copy_tile<D>(values, N, v, stride, from, to, h.head_dim);
+    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(outs, dout + (i64)head * h.head_dim, out_stride, first, last, h.head_dim);
+    copy_tile<D, N>(keys, k, stride, from, to, h.head_dim);
+    copy_tile<D, N>(values, v, stride, from, to, h.head_dim);
     commit_copies();
     float sum[D / 8][4];
     clear<D>(sum);
@@ -165,8 +160,8 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
         wait_copies<0>();
         __syncthreads();
         if (column + N < to) {
-            copy_tile<D>(keys + (stage ^ 1) * N * D, N, k, stride, column + N, to, h.head_dim);
-            copy_tile<D>(values + (stage ^ 1) * N * D, N, v, stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(keys + (stage ^ 1) * N * D, k, stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(values + (stage ^ 1) * N * D, v, stride, column + N, to, h.head_dim);
             commit_copies();
         }
         Part part = part_of<N>(warp_first, warp_last, column);
@@ -180,8 +175,8 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
             for (int i = 0; i < 4; i++) {
                 float p = power_of_two(s[n][i] * factor - about[i / 2]);
                 ds[n][i] = p * (ds[n][i] - deltas[i / 2]);
-                if (!part.all && outside(mine[i / 2], column, n, i)) ds[n][i] = 0.0f;
             }
+        if (!part.all) hide<N>(ds, mine, column, 0.0f);
         add_product<D, N>(sum, ds, keys + stage * N * D);
     }
     store_rows<D>(sum, dqkv + (i64)head * h.head_dim, stride, row, last, h.head_dim, scale, scale);
@@ -207,12 +202,12 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
     auto copy = [&](int i) {
         i64 head = (i64)(kv * group + i / steps) * h.head_dim;
         int column = from + i % steps * N;
-        copy_tile<D>(queries + (i & 1) * N * D, N, qkv + head, stride, column, to, h.head_dim);
-        copy_tile<D>(outs + (i & 1) * N * D, N, dout + head, out_stride, column, to, h.head_dim);
+        copy_tile<D, N>(queries + (i & 1) * N * D, qkv + head, stride, column, to, h.head_dim);
+        copy_tile<D, N>(outs + (i & 1) * N * D, dout + head, out_stride, column, to, h.head_dim);
         commit_copies();
     };
-    copy_tile<D>(keys, ROWS, qkv + k_columns, stride, first, last, h.head_dim);
-    copy_tile<D>(values, ROWS, qkv + v_columns, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(keys, qkv + k_columns, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(values, qkv + v_columns, stride, first, last, h.head_dim);
     copy(0);
     float dk[D / 8][4], dv[D / 8][4];
     clear<D>(dk);
@@ -235,11 +230,10 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
                 int query = min(column + 8 * n + 2 * (int)(lane_of() & 3) + j, h.tokens - 1);
                 float about = lses[query] * LOG2E;
 #pragma unroll
-                for (int e = j; e < 4; e += 2) {
-                    p[n][e] = power_of_two(p[n][e] * factor - about);
-                    if (!part.all && outside(mine[e / 2], column, n, e)) p[n][e] = 0.0f;
-                }
+                for (int e = j; e < 4; e += 2) p[n][e] = power_of_two(p[n][e] * factor - about);
             }
+        // Asked of every tile here: a branch would take more registers than there are.
+        hide<N>(p, mine, column, 0.0f);
         add_product<D, N>(dv, p, o);
         multiply<D, N>(ds, values, (int)warp_of() * 16, o);
 #pragma unroll

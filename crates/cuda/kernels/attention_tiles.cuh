@@ -11,6 +11,24 @@ struct Heads {
     DEVICE i64 stride(const Heads &h) { return (i64)(h.heads + 2 * h.kv_heads) * h.head_dim; }
 };
 
+// Begins to copy COUNT rows of D columns from row `first` on, zeros for those at `last` and beyond
+// and for columns that the head does not have. A thread has one piece of every THREADS / (D / 8)-th
+// row, so that what it computes of addresses is the same for all of them: `to` is where the first
+// piece lies, `apart` elements further the next.
+template <int D, int COUNT> DEVICE void copy_pieces(T *to, int apart, const T *source, i64 stride, int first, int last, int head_dim) {
+    const int step = THREADS / (D / 8);
+    static_assert(COUNT % step == 0 && step % 8 == 0, "threads keep their piece of a row");
+    int row = first + (int)threadIdx.x / (D / 8), column = (int)threadIdx.x % (D / 8) * 8;
+    if (column >= head_dim) last = 0;
+    const T *from = source + (i64)row * stride + column;
+#pragma unroll
+    for (int i = 0; i < COUNT / step; i++) {
+        bool valid = row + i * step < last;
+        copy16_async(to + i * apart, valid ? from : source, valid);
+        from += step * stride;
+    }
+}
+
 template <int N> DEVICE void clear(float (&sum)[N / 8][4]) {
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
@@ -47,10 +65,19 @@ template <int N> DEVICE Part part_of(Bounds first_row, Bounds last_row, int colu
     return Part{column >= last_row.last || column + N <= first_row.first, column >= last_row.first && column + N <= first_row.last};
 }
 
-// Whether the column of element i of fragment n is outside of the row's bounds.
-DEVICE bool outside(Bounds b, int column, int n, int i) {
-    int at = column + 8 * n + 2 * (int)(lane_of() & 3) + (i & 1);
-    return at < b.first || at >= b.last;
+// Sets what is outside of the rows' bounds. Almost all tiles have nothing of it: callers ask first,
+// because these comparisons take longer than everything else that is done with an element.
+template <int N> DEVICE void hide(float (&s)[N / 8][4], const Bounds (&mine)[2], int column, float value) {
+    int lane_column = column + 2 * (int)(lane_of() & 3);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int first = mine[r].first - lane_column, last = mine[r].last - lane_column;
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (8 * n + i < first || 8 * n + i >= last) s[n][2 * r + i] = value;
+    }
 }
 
 // The softmax of a lane's two rows as far as they have been walked (Milakov and Gimelshein 2018):
@@ -60,23 +87,22 @@ struct Softmax {
 };
 
 // Turns a tile's scores into probabilities that are yet to be divided by `total`; what was summed
-// before is to be multiplied by `keep`.
+// before is to be multiplied by `keep`. `factor` is positive.
 template <int N>
 DEVICE void soften(Softmax &soft, float (&s)[N / 8][4], float (&keep)[2], float factor, bool all, const Bounds (&mine)[2], int column) {
-    float top[2] = {soft.most[0], soft.most[1]};
+    if (!all) hide<N>(s, mine, column, NEGATIVE_INFINITY);
+    // A NaN among the scores is no largest one; it stays what it is below.
+    float top[2] = {s[0][0], s[0][2]};
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            s[n][i] *= factor;
-            if (!all && outside(mine[i / 2], column, n, i)) s[n][i] = NEGATIVE_INFINITY;
-            top[i / 2] = larger(top[i / 2], s[n][i]);
-        }
+        for (int i = 0; i < 4; i++) top[i / 2] = fmaxf(top[i / 2], s[n][i]);
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
-        top[r] = larger(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
+        top[r] = fmaxf(soft.most[r], top[r] * factor);
         // A row that has seen nothing yet keeps zeros, and no NaN of infinities' difference.
         shift[r] = top[r] == NEGATIVE_INFINITY ? 0.0f : top[r];
         keep[r] = power_of_two(soft.most[r] - shift[r]);
@@ -87,7 +113,7 @@ DEVICE void soften(Softmax &soft, float (&s)[N / 8][4], float (&keep)[2], float 
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            s[n][i] = power_of_two(s[n][i] - shift[i / 2]);
+            s[n][i] = power_of_two(fmaf(s[n][i], factor, -shift[i / 2]));
             soft.total[i / 2] += s[n][i];
         }
 }

@@ -9,15 +9,10 @@
 // tile's scores before the last tile's values are added, so that exponentials and products overlap.
 // All warps walk all of a block's tiles, because the four of a warpgroup must multiply together.
 
-// Begins to copy `count` rows from `first` on, zeros for those at `last` and beyond and for columns
-// that the head does not have.
-template <int D> DEVICE void copy_tile(T *tile, int count, const T *source, i64 stride, int first, int last, int head_dim) {
-    for (int i = threadIdx.x; i < count * (D / 8); i += THREADS) {
-        int row = i / (D / 8), chunk = i % (D / 8);
-        bool valid = first + row < last && chunk * 8 < head_dim;
-        const T *from = source + (valid ? (i64)(first + row) * stride + chunk * 8 : 0);
-        copy16_async(slot(tile, count, row, chunk), from, valid);
-    }
+// Begins to copy COUNT rows from `first` on, as `copy_pieces` says.
+template <int D, int COUNT> DEVICE void copy_tile(T *tile, const T *source, i64 stride, int first, int last, int head_dim) {
+    T *to = slot(tile, COUNT, (int)threadIdx.x / (D / 8), (int)threadIdx.x % (D / 8));
+    copy_pieces<D, COUNT>(to, THREADS / (D / 8) * 64, source, stride, first, last, head_dim);
 }
 
 // All copies of all threads have come, and nobody is at what was before.
@@ -71,12 +66,12 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
 
     // While tile i's keys are multiplied, those of i + 1 and the values of i are on their way.
     auto copy = [&](int i) {
-        if (i + 1 < steps) copy_tile<D>(keys + (i + 1 & 1) * N * D, N, k, stride, from + (i + 1) * N, to, h.head_dim);
-        copy_tile<D>(values + (i & 1) * N * D, N, v, stride, from + i * N, to, h.head_dim);
+        if (i + 1 < steps) copy_tile<D, N>(keys + (i + 1 & 1) * N * D, k, stride, from + (i + 1) * N, to, h.head_dim);
+        copy_tile<D, N>(values + (i & 1) * N * D, v, stride, from + i * N, to, h.head_dim);
         commit_copies();
     };
-    copy_tile<D>(queries, ROWS, q, stride, first, last, h.head_dim);
-    copy_tile<D>(keys, N, k, stride, from, to, h.head_dim);
+    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
+    copy_tile<D, N>(keys, k, stride, from, to, h.head_dim);
     commit_copies();
     arrive();
     copy(0);
@@ -139,12 +134,12 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
     int from = bounds(first).first, to = bounds(last - 1).last, steps = (to - from + N - 1) / N;
 
     auto copy = [&](int i) {
-        copy_tile<D>(keys + (i & 1) * N * D, N, k, stride, from + i * N, to, h.head_dim);
-        copy_tile<D>(values + (i & 1) * N * D, N, v, stride, from + i * N, to, h.head_dim);
+        copy_tile<D, N>(keys + (i & 1) * N * D, k, stride, from + i * N, to, h.head_dim);
+        copy_tile<D, N>(values + (i & 1) * N * D, v, stride, from + i * N, to, h.head_dim);
         commit_copies();
     };
-    copy_tile<D>(queries, ROWS, q, stride, first, last, h.head_dim);
-    copy_tile<D>(outs, ROWS, dout + (i64)head * h.head_dim, out_stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(outs, dout + (i64)head * h.head_dim, out_stride, first, last, h.head_dim);
     copy(0);
     float sum[D / 8][4], s[N / 8][4], ds[N / 8][4];
     unsigned a[N / 16][4];
@@ -169,10 +164,8 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                ds[n][e] = s[n][e] * (ds[n][e] - deltas[e / 2]);
-                if (!all && outside(mine[e / 2], column, n, e)) ds[n][e] = 0.0f;
-            }
+            for (int e = 0; e < 4; e++) ds[n][e] = s[n][e] * (ds[n][e] - deltas[e / 2]);
+        if (!all) hide<N>(ds, mine, column, 0.0f);
         to_operands<N>(a, ds);
         settle(sum);
         settle(a);
@@ -204,8 +197,8 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
     // Tile `i` of the walk over all heads of the group and their queries.
     auto copy = [&](int i) {
         int head = kv * group + i / steps, column = from + i % steps * N, stage = i & 1;
-        copy_tile<D>(queries + stage * N * D, N, qkv + (i64)head * h.head_dim, stride, column, to, h.head_dim);
-        copy_tile<D>(outs + stage * N * D, N, dout + (i64)head * h.head_dim, out_stride, column, to, h.head_dim);
+        copy_tile<D, N>(queries + stage * N * D, qkv + (i64)head * h.head_dim, stride, column, to, h.head_dim);
+        copy_tile<D, N>(outs + stage * N * D, dout + (i64)head * h.head_dim, out_stride, column, to, h.head_dim);
         int at = (int)threadIdx.x % N;
         if (threadIdx.x < 2 * N) {
             const float *source = (threadIdx.x < N ? lse : delta) + (i64)head * h.tokens + column + at;
@@ -213,8 +206,8 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
         }
         commit_copies();
     };
-    copy_tile<D>(keys, ROWS, qkv + k_columns, stride, first, last, h.head_dim);
-    copy_tile<D>(values, ROWS, qkv + v_columns, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(keys, qkv + k_columns, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(values, qkv + v_columns, stride, first, last, h.head_dim);
     copy(0);
     float dk[D / 8][4], dv[D / 8][4], p[N / 8][4], ds[N / 8][4];
     unsigned a[N / 16][4], b[N / 16][4];
@@ -236,10 +229,8 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                p[n][e] = power_of_two(p[n][e] * factor - about[8 * n + (e & 1)] * LOG2E);
-                if (!all && outside(mine[e / 2], column, n, e)) p[n][e] = 0.0f;
-            }
+            for (int e = 0; e < 4; e++) p[n][e] = power_of_two(p[n][e] * factor - about[8 * n + (e & 1)] * LOG2E);
+        if (!all) hide<N>(p, mine, column, 0.0f);
         wait_products<0>();
         settle(ds);
         to_operands<N>(a, p);
@@ -263,8 +254,9 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
     store_rows<D>(dv, dqkv + v_columns, stride, row, last, h.head_dim, 1.0f, 1.0f);
 }
 
-KERNEL_BOUNDS(attention_warpgroup_64, THREADS, 1)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    forward<64, 128>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+// Two blocks run on a multiprocessor: one multiplies while the other computes exponentials.
+KERNEL_BOUNDS(attention_warpgroup_64, THREADS, 2)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward<64, 64>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
 }
 KERNEL_BOUNDS(attention_warpgroup_128, THREADS, 1)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
     forward<128, 128>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);

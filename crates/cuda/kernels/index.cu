@@ -47,18 +47,16 @@ KERNEL(first_use)(const int* indices, int* first, int n, int least, int limit) {
 
 // The block of an index's first entry sums all of them: it looks for the others among 2,048 entries
 // at a time, eight a thread, writes their places down in order where there are any, and every
-// thread adds its column of each.
+// thread adds its columns of each.
 KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums, int outer, int least, int n, int k, int inner) {
     __shared__ int places[2048];
     // Two sets in turn: a warp may count the next entries while another still reads these counts.
     __shared__ unsigned counts[2][8];
-    int mine = (int)(blockIdx.x % k), column = (int)(blockIdx.y * 256 + threadIdx.x);
+    int mine = (int)(blockIdx.x % k);
     i64 o = blockIdx.x / k;
     int index = indices[mine] - least;
     if (index < 0 || index >= n || first[index] != mine) return;
-    float *target = sums + (o * n + index) * inner + column;
-    const T *from = dy + o * k * inner + column;
-    float sum = column < inner ? *target : 0.0f;
+    float *target = sums + (o * n + index) * inner;
     for (int start = mine, turn = 0; start < k; start += 2048, turn ^= 1) {
         int entry = start + 8 * (int)threadIdx.x;
         unsigned same = 0;
@@ -80,21 +78,24 @@ KERNEL(index_add)(const T* dy, const int* indices, const int* first, float* sums
         if (total == 0) continue;
         for (; same != 0; same &= same - 1) places[place++] = entry + __ffs(same) - 1;
         __syncthreads();
-        if (column < inner) {
+        for (int column = threadIdx.x; column < inner; column += 256) {
+            const T *from = dy + o * k * inner + column;
+            float sum = target[column];
             unsigned i = 0;
-            for (; i + 4 <= total; i += 4) {
-                float v[4];
+            // Of a frequent entry so many are on their way at once.
+            for (; i + 16 <= total; i += 16) {
+                float v[16];
 #pragma unroll
-                for (int j = 0; j < 4; j++) v[j] = widen(from[(i64)places[i + j] * inner]);
+                for (int j = 0; j < 16; j++) v[j] = widen(from[(i64)places[i + j] * inner]);
 #pragma unroll
-                for (int j = 0; j < 4; j++) sum += v[j];
+                for (int j = 0; j < 16; j++) sum += v[j];
             }
             for (; i < total; i++) sum += widen(from[(i64)places[i] * inner]);
+            target[column] = sum;
         }
         // The places are read before the next are written.
         __syncthreads();
     }
-    if (column < inner) *target = sum;
 }
 
 KERNEL(index_select)(const T* x, const int* indices, T* y, long long outer, int n, int k, int inner) {

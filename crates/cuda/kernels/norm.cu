@@ -61,6 +61,10 @@ KERNEL(layer_norm)(const T* x, const T* weight, const T* bias, T* y, float* mean
     scale_row(x + at, weight, bias, y + at, dim, vectors, centre, inv);
 }
 
+// Where the gradient of a parameter lies among those of a row's `packs`: lanes, which have
+// neighbouring packs, then are at neighbouring addresses and so in different banks.
+DEVICE int spot(int column, int packs) { return column % PACK * packs + column / PACK; }
+
 // Of a row with x^ = (x - mean) inv and g = dy weight: dx = base + inv (g - m0 - x^ m1), m1 the
 // mean of g x^ and m0 that of g (0 for RMS norm). SHORT: a warp takes a row, else the block does.
 template <bool CENTRED, bool SHORT>
@@ -69,10 +73,12 @@ DEVICE void norm_rows_backward(const T *dy, const T *x, const T *weight, const f
     DYNAMIC_SHARED(gradients);
     int teams = SHORT ? (int)blockDim.x / 32 : 1, team = SHORT ? (int)warp_of() : 0;
     int first = (SHORT ? (int)lane_of() : (int)threadIdx.x) * PACK, step = (SHORT ? 32 : (int)blockDim.x) * PACK;
-    float *all_dw = (float *)gradients, *all_db = all_dw + (CENTRED ? teams * dim : 0);
-    float *dw = all_dw + team * dim, *db = all_db + team * dim;
+    int packs = (dim + PACK - 1) / PACK, size = packs * PACK;
+    float *all_dw = (float *)gradients, *all_db = all_dw + (CENTRED ? teams * size : 0);
+    float *dw = all_dw + team * size, *db = all_db + team * size;
     for (int i = first; i < dim; i += step)
-        for (int k = 0; k < PACK && i + k < dim; k++) dw[i + k] = db[i + k] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) dw[spot(i + k, packs)] = db[spot(i + k, packs)] = 0.0f;
     Span span = span_of(blockIdx.x, gridDim.x, rows);
     for (int row = span.first + team; row < span.last; row += teams) {
         i64 at = (i64)row * dim;
@@ -101,10 +107,9 @@ DEVICE void norm_rows_backward(const T *dy, const T *x, const T *weight, const f
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
                 v[k] -= centre;
-                if (i + k < dim) {
-                    dw[i + k] += g[k] * v[k] * inv;
-                    if (CENTRED) db[i + k] += g[k];
-                }
+                // Beyond the last column are sums that nobody reads.
+                dw[spot(i + k, packs)] += g[k] * v[k] * inv;
+                if (CENTRED) db[spot(i + k, packs)] += g[k];
                 v[k] = inv * (g[k] * w[k] - sum - v[k] * dot) + (base ? b[k] : 0.0f);
             }
             store_pack(dx + at, i, dim, vectors, v);
@@ -115,8 +120,8 @@ DEVICE void norm_rows_backward(const T *dy, const T *x, const T *weight, const f
     for (int i = threadIdx.x; i < dim; i += blockDim.x) {
         float w = 0.0f, b = 0.0f;
         for (int t = 0; t < teams; t++) {
-            w += all_dw[t * dim + i];
-            if (CENTRED) b += all_db[t * dim + i];
+            w += all_dw[t * size + spot(i, packs)];
+            if (CENTRED) b += all_db[t * size + spot(i, packs)];
         }
         if (weight_partials) weight_partials[at + i] = w;
         if (CENTRED && bias_partials) bias_partials[at + i] = b;

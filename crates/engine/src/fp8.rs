@@ -60,6 +60,9 @@ fn scale(format: Fp8, amax: f32, margin: u32) -> f32 {
     2f32.powi((exponent - margin as i32).clamp(-EXPONENT_MAX, EXPONENT_MAX))
 }
 
+/// Numbers from one scale to the next: cuBLASLt 13 refuses scales that are not aligned to 16 bytes.
+const SCALE_STRIDE: usize = 4;
+
 /// The weights of the linear layers in the blocks, without the embeddings and the head.
 pub fn layers(model: &Model) -> Vec<ParamId> {
     let last = model.units().len() - 1;
@@ -76,7 +79,8 @@ pub struct Fp8State {
     settings: Fp8Settings,
     ids: Vec<ParamId>,
     names: Vec<String>,
-    /// f32: every tensor's scale, then every tensor's inverse.
+    /// f32: every tensor's scale, then every tensor's inverse, each at a multiple of
+    /// [`SCALE_STRIDE`].
     scales: Tensor,
     /// u32, the bits of f32: every tensor's largest magnitude in this step.
     amax: Tensor,
@@ -94,7 +98,8 @@ impl Fp8State {
         let ids = layers(model);
         let names = ids.iter().map(|id| model.parameter_name(*id).expect("a parameter of the model has a name"));
         let tensors = FORMATS.len() * ids.len();
-        let scales = device.tensor([2 * tensors], &vec![1.0f32; 2 * tensors], Purpose::Workspace)?;
+        let words = 2 * tensors * SCALE_STRIDE;
+        let scales = device.tensor([words], &vec![1.0f32; words], Purpose::Workspace)?;
         let mut state = Fp8State {
             settings,
             names: names.collect(),
@@ -113,8 +118,8 @@ impl Fp8State {
         let tensors = FORMATS.len() * self.ids.len();
         let slot = |index: usize| -> Result<Slot> {
             Ok(Slot {
-                scale: self.scales.view(index, [1])?,
-                inverse: self.scales.view(tensors + index, [1])?,
+                scale: self.scales.view(index * SCALE_STRIDE, [1])?,
+                inverse: self.scales.view((tensors + index) * SCALE_STRIDE, [1])?,
                 amax: self.amax.view(index, [1])?,
             })
         };
@@ -169,8 +174,9 @@ impl Fp8State {
         let largest = |tensor: usize| self.steps.iter().map(|step| step[tensor]).fold(0.0, f32::max);
         let scale = |tensor: usize| scale(FORMATS[tensor % FORMATS.len()], largest(tensor), self.settings.margin);
         let scales: Vec<f32> = (0..self.amax.elements()).map(scale).collect();
-        let both: Vec<f32> = scales.iter().copied().chain(scales.iter().map(|scale| 1.0 / scale)).collect();
-        self.scales.write(&both)?;
+        let both = scales.iter().copied().chain(scales.iter().map(|scale| 1.0 / scale));
+        let words: Vec<f32> = both.flat_map(|scale| [scale; SCALE_STRIDE]).collect();
+        self.scales.write(&words)?;
         self.name_layers(self.measures())
     }
 

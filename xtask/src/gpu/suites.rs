@@ -309,7 +309,8 @@ impl Run<'_> {
             bail!("it has no such tests");
         }
         let output = self.command().args(self.chosen()).output().context("cannot run it")?;
-        let verdicts = verdicts(&String::from_utf8_lossy(&output.stdout));
+        let said_beside = String::from_utf8_lossy(&output.stdout).into_owned();
+        let verdicts = verdicts(&said_beside);
         let (mut passed, mut failed) = (0, Vec::new());
         for test in tests {
             if verdicts.get(test) == Some(&true) {
@@ -320,8 +321,11 @@ impl Run<'_> {
             let output = self.command().args(["--exact", test, "--nocapture"]).output().context("cannot run it")?;
             let alone = !output.status.success();
             let said = [output.stdout, output.stderr].concat();
-            let said =
-                if alone { reason(&String::from_utf8_lossy(&said)) } else { "only beside the others".to_owned() };
+            let said = if alone {
+                reason(&String::from_utf8_lossy(&said))
+            } else {
+                format!("only beside the others: {}", reason_beside(&said_beside, test))
+            };
             failed.push(Failure { test: test.to_owned(), alone, said });
         }
         Ok(Outcome::of(self.suite, failed, None, passed))
@@ -335,6 +339,13 @@ fn verdicts(text: &str) -> BTreeMap<String, bool> {
         Some((name.to_owned(), verdict.trim() == "ok"))
     };
     text.lines().filter_map(verdict).collect()
+}
+
+/// The message of a test that failed beside others, from the end of their output.
+fn reason_beside(said: &str, test: &str) -> String {
+    let heading = format!("---- {test} stdout ----");
+    let Some((_, own)) = said.split_once(&heading) else { return "it did not end".to_owned() };
+    reason(own.split("\n---- ").next().unwrap_or_default())
 }
 
 /// The message of a failing test: at most six lines from its panic on, else the last lines.
@@ -390,6 +401,9 @@ mod tests {
         let said = "running 1 test\n\nthread 'c' panicked at x.rs:1:2:\nlogits differ by 3e-1\nnote: run with\n";
         assert_eq!(reason(said), "thread 'c' panicked at x.rs:1:2:\nlogits differ by 3e-1\nnote: run with");
         assert_eq!(reason("one\ntwo\n"), "one\ntwo");
+        let said = "failures:\n\n---- a stdout ----\npanicked at one\n\n---- b stdout ----\npanicked at two\n";
+        assert_eq!(reason_beside(said, "a"), "panicked at one");
+        assert_eq!(reason_beside(said, "c"), "it did not end");
     }
 
     /// A stand-in for a test executable: one test passes, one always fails, one fails only beside

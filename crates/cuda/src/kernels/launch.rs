@@ -39,7 +39,7 @@ pub enum Rule {
     Chunks,
     /// Any sizes: one block.
     One,
-    /// `[outer, indices, inner]`: a block for each outer position, index and band of 256 columns.
+    /// `[outer, indices, inner]`: a block for each outer position and index.
     Indices,
     /// `[tokens, heads, head_dim]`: a block for each head and so many rows.
     Tiles {
@@ -83,14 +83,14 @@ impl Rule {
             Rule::RowBlocks(floats) => launch([row_blocks(a), 1, 1], 256, 4 * floats * b as u32),
             Rule::NormBackward(floats) => {
                 let teams = if b <= SHORT_ROW { 8 } else { 1 };
-                launch([row_blocks(a), 1, 1], 256, 4 * floats * (teams * b) as u32)
+                launch([row_blocks(a), 1, 1], 256, 4 * floats * (teams * b.next_multiple_of(8)) as u32)
             }
             Rule::Narrow => launch([a.div_ceil(32), 1, 1], 256, 0),
             Rule::Warps => launch([a.div_ceil(4), 1, 1], 128, 0),
             Rule::Columns => launch([a * c.div_ceil(BAND), row_blocks(b), 1], 256, 0),
             Rule::Chunks => launch([a.div_ceil(b), 1, 1], 256, 0),
             Rule::One => launch([1, 1, 1], 256, 0),
-            Rule::Indices => launch([a * b, c.div_ceil(BAND), 1], 256, 0),
+            Rule::Indices => launch([a * b, 1, 1], 256, 0),
             Rule::Tiles { rows, threads, shared, shared_a_column } => {
                 launch([a.div_ceil(rows as usize), b, 1], threads, shared + shared_a_column * c as u32)
             }

@@ -74,7 +74,7 @@ kernels! {
         "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
 
     /// As `attention`, for heads of up to 64 columns by warpgroups on the tensor cores of Hopper.
-    ATTENTION_WARPGROUP_64 = "attention_warpgroup_64", AttentionWarpgroup, tiles(80 << 10),
+    ATTENTION_WARPGROUP_64 = "attention_warpgroup_64", AttentionWarpgroup, tiles(48 << 10),
         "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
     /// As `attention`, for heads of up to 128 columns by warpgroups on the tensor cores of Hopper.
     ATTENTION_WARPGROUP_128 = "attention_warpgroup_128", AttentionWarpgroup, tiles(160 << 10),

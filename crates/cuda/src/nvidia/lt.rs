@@ -376,10 +376,15 @@ impl Lt {
         if let Some(address) = scratch {
             driver.free(address);
         }
-        let failed = || CudaError::Product { product: format!("{form:?}"), what: "every proposal failed".to_owned() };
-        Ok(proposals[algorithms::fastest(&times?).ok_or_else(failed)?].algorithm)
+        let (times, failure) = times?;
+        let failed = || {
+            let last = failure.map_or(String::new(), |error| format!(", the last with {error}"));
+            CudaError::Product { product: format!("{form:?}"), what: format!("every proposal failed{last}") }
+        };
+        Ok(proposals[algorithms::fastest(&times).ok_or_else(failed)?].algorithm)
     }
 
+    /// The seconds of each proposal's runs, none of one that failed, and the last failure.
     fn times(
         &self,
         driver: &dyn Driver,
@@ -388,16 +393,17 @@ impl Lt {
         plan: &Plan,
         operands: &Operands,
         proposals: &[Proposal],
-    ) -> Result<Vec<Vec<f64>>> {
+    ) -> Result<(Vec<Vec<f64>>, Option<CudaError>)> {
         let (start, end) = (driver.event()?, driver.event()?);
-        let mut all = Vec::new();
+        let (mut all, mut failure) = (Vec::new(), None);
         for proposal in proposals {
             let mut times = Vec::new();
             for run in 0..RUNS {
                 driver.record(start, stream)?;
                 // SAFETY: the operands are those of the product that is asked for, or scratch of
                 // the same size.
-                if unsafe { self.matmul(plan, form, operands, &proposal.algorithm, stream) }.is_err() {
+                if let Err(error) = unsafe { self.matmul(plan, form, operands, &proposal.algorithm, stream) } {
+                    failure = Some(error);
                     break;
                 }
                 driver.record(end, stream)?;
@@ -410,7 +416,7 @@ impl Lt {
         }
         driver.destroy(start);
         driver.destroy(end);
-        Ok(all)
+        Ok((all, failure))
     }
 
     fn proposals(&self, form: &Product, plan: &Plan, workspace: usize) -> Result<Vec<Proposal>> {

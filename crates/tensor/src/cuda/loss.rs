@@ -13,8 +13,10 @@ use trainyard_cuda::kernels as k;
 
 const OP: &str = "linear_cross_entropy";
 
-/// Bytes of logits at a time: large enough to fill a device, small beside what else it holds.
-const CHUNK_BYTES: usize = 256 << 20;
+/// Bytes of logits at a time. The gradient of w is read and written in f32 for each chunk: 1,000
+/// rows of a vocabulary of 128,000 made that a third of the products' time on an H100, 4,000 a
+/// tenth.
+const CHUNK_BYTES: usize = 1 << 30;
 
 /// Rows of a chunk: the tokens cut evenly into the fewest chunks of at most [`CHUNK_BYTES`], in
 /// multiples of 128, the rows of a tile.
