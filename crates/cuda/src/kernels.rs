@@ -352,14 +352,16 @@ impl AttentionForm {
     }
 
     /// True if it takes heads of `head_dim` columns. Tensor cores take bf16 and f16, heads of up to
-    /// 128 columns that are a multiple of 8, and tensors that start at multiples of 16 bytes
-    /// (`aligned`). Multiply-adds take heads of up to [`HEAD_DIM_MAX`] columns.
-    pub const fn takes(self, float: Float, head_dim: usize, aligned: bool) -> bool {
+    /// 128 columns that are a multiple of 8, tensors that start at multiples of 16 bytes
+    /// (`aligned`), and positive scales, because they look for the largest score before it is
+    /// scaled. Multiply-adds take heads of up to [`HEAD_DIM_MAX`] columns.
+    pub const fn takes(self, float: Float, head_dim: usize, scale: f32, aligned: bool) -> bool {
         match self {
             AttentionForm::MultiplyAdds => head_dim >= 1 && head_dim <= HEAD_DIM_MAX,
             AttentionForm::Warps | AttentionForm::Warpgroups => {
                 !matches!(float, Float::F32)
                     && aligned
+                    && scale > 0.0
                     && head_dim >= 8
                     && head_dim <= 128
                     && head_dim.is_multiple_of(8)

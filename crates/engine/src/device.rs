@@ -92,6 +92,22 @@ pub fn attention(device: &Device) -> Option<String> {
     Some(format!("attention on the GPU by {} ({})", choice.form.name(), choice.because))
 }
 
+/// The architecture of the GPUs that this was run on.
+const TRIED: &str = "sm_90a";
+
+/// The warning where a GPU is used as none ever was by those who wrote this: of another
+/// architecture, or several at once.
+pub fn untried(cuda: &Cuda, ranks: usize) -> Option<String> {
+    let architecture = cuda.properties().architecture();
+    if architecture != TRIED {
+        return Some(format!(
+            "{} ({architecture}) is untried: this was run on an H100 alone; `cargo xtask gpu` checks it, see docs/gpu.md",
+            cuda.properties().name
+        ));
+    }
+    (ranks > 1).then(|| "several GPUs are untried: this was run on one H100 alone, see docs/gpu.md".to_owned())
+}
+
 /// Checks that a GPU has 8-bit products.
 ///
 /// # Errors
@@ -190,6 +206,14 @@ mod tests {
     use std::time::Duration;
     use trainyard_tensor::Cost;
     use trainyard_tensor::cuda::fake::{Fake, Options};
+
+    #[test]
+    fn gpus_that_were_never_tried_are_said() {
+        let gpu = |capability| Cuda::new(Arc::new(Fake::new(Options { capability, ..Options::default() })), 1);
+        assert_eq!(untried(&gpu((9, 0)), 1), None);
+        assert!(untried(&gpu((8, 0)), 1).unwrap().contains("(sm_80) is untried"));
+        assert!(untried(&gpu((9, 0)), 2).unwrap().starts_with("several GPUs are untried"));
+    }
 
     #[test]
     fn a_gpu_without_products_of_eight_bits_is_said() {

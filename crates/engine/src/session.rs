@@ -244,8 +244,8 @@ impl Session {
 
         let device = crate::device::open(&resolved, Some(&world), Some(&prediction))?;
         crate::device::check_host(&prediction, ranks_here(&world))?;
-        if device.as_cuda().is_some() {
-            note(&warning(UNTRIED));
+        if let Some(doubt) = device.as_cuda().and_then(|cuda| crate::device::untried(cuda, world.size())) {
+            note(&warning(doubt));
         }
         if let Some(line) = crate::device::attention(&device) {
             note(&line);
@@ -579,9 +579,6 @@ fn graphs(resolved: &Resolved, program: &Program) -> Result<Option<String>> {
         Err(why) => Ok(Some(format!("no CUDA graph of a step: {why}"))),
     }
 }
-
-/// The warning shown before a GPU is used.
-pub(crate) const UNTRIED: &str = "cuda has not been run on a GPU by those who wrote it: see docs/gpu.md";
 
 /// Measures the peaks on rank 0 while all other ranks wait, so that none disturbs it. Only rank 0
 /// gets a result.

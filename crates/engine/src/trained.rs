@@ -10,7 +10,7 @@ use crate::checkpoint::{self, Choice, Found};
 use crate::config::{Config, DeviceKind, Inputs, hub_model, usual_sequence_length};
 use crate::pretrained;
 use crate::rank::Rank;
-use crate::session::{UNTRIED, files};
+use crate::session::files;
 use crate::shape::{dtype_of, tuning};
 use crate::snapshot;
 use crate::state::{does_not_fit, initial_values};
@@ -112,8 +112,11 @@ pub fn open_trained(
     let device = match runtime.device {
         DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
         DeviceKind::Cuda(ordinal) => {
-            note(&warning(UNTRIED));
-            Device::cuda(Arc::new(Cuda::open(ordinal.unwrap_or(0), runtime.threads)?), None)
+            let cuda = Cuda::open(ordinal.unwrap_or(0), runtime.threads)?;
+            if let Some(doubt) = crate::device::untried(&cuda, 1) {
+                note(&warning(doubt));
+            }
+            Device::cuda(Arc::new(cuda), None)
         }
     };
     open_trained_on(&device, folder, selection, runtime.dtype, note)

@@ -115,17 +115,18 @@ fn backward<T: Element>(
 }
 
 /// The forms on tensor cores that take these heads here, else multiply-adds.
-fn forms<T: Element>(head_dim: usize, aligned: bool) -> Vec<AttentionForm> {
+fn forms<T: Element>(head_dim: usize, scale: f32, aligned: bool) -> Vec<AttentionForm> {
     let here = |form| form != AttentionForm::Warpgroups || on_hopper();
     let cores = [AttentionForm::Warps, AttentionForm::Warpgroups].into_iter();
-    let cores: Vec<_> = cores.filter(|form| form.takes(float::<T>(), head_dim, aligned) && here(*form)).collect();
+    let cores: Vec<_> =
+        cores.filter(|form| form.takes(float::<T>(), head_dim, scale, aligned) && here(*form)).collect();
     if cores.is_empty() { vec![AttentionForm::MultiplyAdds] } else { cores }
 }
 
 /// Runs forward and backward on a fused matrix, in every form that takes it, and checks both
 /// against the oracle.
 fn conforms<T: Element>(aligned: bool, spec: &AttentionSpec, cu: &[i32]) {
-    for form in forms::<T>(spec.head_dim, aligned) {
+    for form in forms::<T>(spec.head_dim, spec.scale, aligned) {
         form_conforms::<T>(form, spec, cu);
     }
 }
@@ -204,6 +205,7 @@ fn scores_of_any_size_conform() {
     // Scores of some +-200 make nearly one-hot probabilities and underflow most exponentials.
     let spec = AttentionSpec { scale: 20.0, ..AttentionSpec::causal(1, 1, 16) };
     conforms::<f32>(true, &spec, &[0, 90]);
+    conforms::<bf16>(true, &spec, &[0, 90]);
     conforms::<bf16>(true, &AttentionSpec { scale: -3.0, ..spec }, &[0, 90]);
     conforms::<bf16>(true, &AttentionSpec { scale: 0.0, ..spec }, &[0, 90]);
 }
@@ -215,7 +217,7 @@ fn values_that_are_not_finite_are_not_hidden() {
         for bad in [f32::NAN, f32::INFINITY] {
             let mut qkv: Vec<T> = scaled(1, 40 * 96);
             qkv[20 * 96 + 3] = T::from_f32(bad);
-            for form in forms::<T>(32, aligned) {
+            for form in forms::<T>(32, spec.scale, aligned) {
                 let (out, _) = forward(form.kernels(32), &spec, &[0, 40], &qkv);
                 let finite = |row: usize| out[row * 32..(row + 1) * 32].iter().all(|x| x.to_f32().is_finite());
                 assert!((0..40).all(|row| finite(row) == (row != 20)), "{form:?} {bad}");
@@ -264,10 +266,14 @@ dtypes! {
 
 #[test]
 fn forms_take_the_heads_that_they_have_kernels_for() {
-    let takes = |float, head_dim, aligned| {
+    let takes_scale = |float, head_dim, scale, aligned| {
         [AttentionForm::MultiplyAdds, AttentionForm::Warps, AttentionForm::Warpgroups]
-            .map(|form| form.takes(float, head_dim, aligned))
+            .map(|form| form.takes(float, head_dim, scale, aligned))
     };
+    let takes = |float, head_dim, aligned| takes_scale(float, head_dim, 0.125, aligned);
+    for scale in [0.0, -1.0] {
+        assert_eq!(takes_scale(Float::Bf16, 64, scale, true), [true, false, false]);
+    }
     assert_eq!(takes(Float::Bf16, 64, true), [true, true, true]);
     assert_eq!(takes(Float::F16, 72, true), [true, true, true]);
     assert_eq!(takes(Float::Bf16, 64, false), [true, false, false]);

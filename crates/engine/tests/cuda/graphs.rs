@@ -8,6 +8,11 @@ fn launches(outcomes: &[StepOutcome]) -> Vec<Launches> {
     outcomes.iter().map(|outcome| outcome.launches).collect()
 }
 
+/// The notes of all steps, to say why one was launched otherwise than expected.
+fn notes(outcomes: &[StepOutcome]) -> Vec<&str> {
+    outcomes.iter().filter_map(|outcome| outcome.note.as_deref()).collect()
+}
+
 /// Checks that losses, norms and weights have the same bits.
 fn assert_same(got: &(Vec<StepOutcome>, Vec<f32>), want: &(Vec<StepOutcome>, Vec<f32>), what: &str) {
     let numbers = |outcomes: &[StepOutcome]| -> Vec<[u64; 2]> {
@@ -35,7 +40,8 @@ fn a_graph_is_captured_once_products_of_eight_bits_have_scales() {
     };
     let (plain, graphs) = (run(false), run(true));
     assert_same(&graphs, &plain, "fp8");
-    assert_eq!(launches(&graphs.0), [OneByOne, OneByOne, Captured, Replayed, Replayed]);
+    let expected = [OneByOne, OneByOne, Captured, Replayed, Replayed];
+    assert_eq!(launches(&graphs.0), expected, "{:?}", notes(&graphs.0));
 }
 
 #[test]
@@ -68,7 +74,8 @@ fn a_replayed_graph_trains_the_same_bits_with_fewer_launches() {
         let (plain, graphs) = (run(0, false), run(number as u64, true));
         assert_same(&graphs, &plain, &what);
         assert_eq!(launches(&plain.0), [OneByOne; 4], "{what}");
-        assert_eq!(launches(&graphs.0), [OneByOne, Captured, Replayed, Replayed], "{what}");
+        let expected = [OneByOne, Captured, Replayed, Replayed];
+        assert_eq!(launches(&graphs.0), expected, "{what}: {:?}", notes(&graphs.0));
         let note = graphs.0[1].note.as_ref().expect("a capture is said");
         assert!(note.contains("launched as one CUDA graph"), "{note}");
         assert!(graphs.0[2..].iter().chain(&plain.0).all(|outcome| outcome.note.is_none()), "{what}");

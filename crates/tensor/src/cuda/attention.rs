@@ -101,15 +101,12 @@ impl Cuda {
     }
 
     /// The form for these heads: that which was chosen for tensor cores, where they take them, else
-    /// multiply-adds. Tensor cores take positive scales: they look for the largest score before it
-    /// is scaled.
+    /// multiply-adds.
     fn form(&self, op: &'static str, qkv: &Tensor, spec: &AttentionSpec) -> Result<AttentionForm> {
         let float = super::float(op, qkv.dtype())?;
         let aligned = qkv.region(false).address.is_multiple_of(ALIGNMENT);
         let chosen = self.attention.get().map_or(AttentionForm::Warps, |choice| choice.form);
-        let takes = |form: &AttentionForm| {
-            form.takes(float, spec.head_dim, aligned) && (spec.scale > 0.0 || *form == AttentionForm::MultiplyAdds)
-        };
+        let takes = |form: &AttentionForm| form.takes(float, spec.head_dim, spec.scale, aligned);
         let found = [chosen, AttentionForm::MultiplyAdds].into_iter().find(takes);
         ensure_shape!(found.is_some(), op, "heads of {} columns; on cuda the most is {HEAD_DIM_MAX}", spec.head_dim);
         Ok(found.expect("just checked"))
