@@ -25,7 +25,7 @@ template <int D> DEVICE T *place(T *tile, int row, int chunk) { return tile + (r
 // Begins to copy COUNT rows from `first` on, as `copy_pieces` says.
 template <int D, int COUNT> DEVICE void copy_tile(T *tile, const T *source, i64 stride, int first, int last, int head_dim) {
     T *to = place<D>(tile, (int)threadIdx.x / (D / 8), (int)threadIdx.x % (D / 8));
-    copy_pieces<D, COUNT>(to, THREADS / (D / 8) * D, source, stride, first, last, head_dim);
+    copy_pieces<D, COUNT, 4>(to, THREADS / (D / 8) * D, source, stride, first, last, head_dim);
 }
 
 // The 16 x 16 left operand: rows from `row` on, columns from 16 `step` on.

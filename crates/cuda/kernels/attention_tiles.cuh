@@ -14,14 +14,14 @@ struct Heads {
 // Begins to copy COUNT rows of D columns from row `first` on, zeros for those at `last` and beyond
 // and for columns that the head does not have. A thread has one piece of every THREADS / (D / 8)-th
 // row, so that what it computes of addresses is the same for all of them: `to` is where the first
-// piece lies, `apart` elements further the next.
-template <int D, int COUNT> DEVICE void copy_pieces(T *to, int apart, const T *source, i64 stride, int first, int last, int head_dim) {
+// piece lies, `apart` elements further the next. UNROLLED at a time: more take more registers.
+template <int D, int COUNT, int UNROLLED> DEVICE void copy_pieces(T *to, int apart, const T *source, i64 stride, int first, int last, int head_dim) {
     const int step = THREADS / (D / 8);
     static_assert(COUNT % step == 0 && step % 8 == 0, "threads keep their piece of a row");
     int row = first + (int)threadIdx.x / (D / 8), column = (int)threadIdx.x % (D / 8) * 8;
     if (column >= head_dim) last = 0;
     const T *from = source + (i64)row * stride + column;
-#pragma unroll
+#pragma unroll UNROLLED
     for (int i = 0; i < COUNT / step; i++) {
         bool valid = row + i * step < last;
         copy16_async(to + i * apart, valid ? from : source, valid);

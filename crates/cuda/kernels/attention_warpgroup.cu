@@ -12,7 +12,7 @@
 // Begins to copy COUNT rows from `first` on, as `copy_pieces` says.
 template <int D, int COUNT> DEVICE void copy_tile(T *tile, const T *source, i64 stride, int first, int last, int head_dim) {
     T *to = slot(tile, COUNT, (int)threadIdx.x / (D / 8), (int)threadIdx.x % (D / 8));
-    copy_pieces<D, COUNT>(to, THREADS / (D / 8) * 64, source, stride, first, last, head_dim);
+    copy_pieces<D, COUNT, COUNT>(to, THREADS / (D / 8) * 64, source, stride, first, last, head_dim);
 }
 
 // All copies of all threads have come, and nobody is at what was before.
