@@ -96,8 +96,8 @@ fn a_server_is_not_asked_again_before_it_wants_to_be() {
 fn what_cannot_be_read_is_refused_with_the_reason() {
     let store = || Store::new(options()).unwrap();
     let refused = |faults: &[Fault]| {
-        // A server of its own: requests of a reading that was given up may still arrive, and would take the faults
-        // of the next one.
+        // A server of its own: requests of a reading that was given up may still arrive, and would
+        // take the faults of the next one.
         let server = Server::start();
         server.put("/a", body(2500));
         server.fail(faults);
