@@ -274,6 +274,64 @@ fn shards_give_the_samples_of_the_folders() {
     }
 }
 
+fn parquet(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/images").join(name)
+}
+
+/// Files of `scripts/golden/make_image_parquet.py`, in several row groups and pages.
+#[test]
+fn parquet_files_give_the_samples_of_the_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    class_folders(folder.path(), 9);
+    let of_folders = ImageSet::new(open(folder.path()).unwrap(), spec(everything())).unwrap();
+    for source in [parquet("set"), parquet("set/*.parquet")] {
+        let of_rows = ImageSet::new(open(&source).unwrap(), spec(everything())).unwrap();
+        assert_eq!(of_rows.index().classes(), ["ant", "bee", "cat"]);
+        assert_eq!(of_rows.index().counts(), [3, 3, 3]);
+        let (ours, theirs) = (of_rows.micro_batch(0, 20).unwrap(), of_folders.micro_batch(0, 20).unwrap());
+        assert!(rows(&ours) == rows(&theirs));
+    }
+    let index = open(&parquet("set")).unwrap();
+    assert!(index.name(4).ends_with("train-00000-of-00002.parquet/row 5"), "{:?}", index.name(4));
+    assert_eq!(index.name(5).file_name().unwrap(), "row 1");
+}
+
+#[test]
+fn columns_of_parquet_files_are_found() {
+    let numbers = open(&parquet("numbers.parquet")).unwrap();
+    assert_eq!((numbers.classes().len(), numbers.class(0), numbers.class(1)), (2, 1, 0));
+    assert!(numbers.decoded(1).unwrap() == picture(21, 30));
+    let names = open(&parquet("names.parquet")).unwrap();
+    assert_eq!((names.classes(), names.class(0)), (&["ant".to_owned(), "cat".to_owned()][..], 1));
+    assert!(names.decoded(0).unwrap() == picture(9, 7));
+    // Two classes of one name stay two.
+    assert_eq!(open(&parquet("twice.parquet")).unwrap().classes(), ["0", "1"]);
+}
+
+#[test]
+fn wrong_parquet_files_are_refused_by_name() {
+    for (name, words) in [
+        ("test_split.parquet", "row 2 has the class -1, and the file names classes 0 to 2"),
+        ("no_class.parquet", "row 2 has no class; write a class number or name"),
+        ("no_label.parquet", "has no column of classes (columns: image.bytes, image.path, caption)"),
+        ("two_labels.parquet", "has several columns of classes (coarse, fine); keep one of them"),
+        ("two_images.parquet", "has several columns of images (image.bytes, mask.bytes); keep one"),
+        ("no_image.parquet", "has no column of images (columns: text, label)"),
+        ("no_rows.parquet", "holds no images"),
+        ("decimals.parquet", "has classes that are neither numbers nor text"),
+    ] {
+        let error = open(&parquet(name)).unwrap_err();
+        assert!(error.contains(words) && error.contains(name), "{name}: {error}");
+    }
+    let error = open(&parquet("paths.parquet")).unwrap().decoded(1).unwrap_err().to_string();
+    assert!(error.contains("row 2 has no bytes of an image; write the data set with its images inside"), "{error}");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cut.parquet");
+    let whole = fs::read(parquet("set/train-00000-of-00002.parquet")).unwrap();
+    fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+    assert!(open(&path).unwrap_err().contains("is damaged, or not a Parquet file"));
+}
+
 #[test]
 fn the_held_back_part_stays_when_the_set_grows() {
     let folder = tempfile::tempdir().unwrap();

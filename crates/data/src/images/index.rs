@@ -2,7 +2,8 @@
 //!
 //! A folder has one sub-folder for each class, as torchvision's `ImageFolder`. A tar shard is a
 //! WebDataset: `KEY.jpg` (or `.jpeg`, `.png`, `.webp`) beside `KEY.cls`, a number or a name, or
-//! `KEY.json` with the field `label`. Images of a shard are read in place from the mapped file.
+//! `KEY.json` with the field `label`. A Parquet file is one of Hugging Face's `datasets`. Images of a
+//! shard are read in place from the mapped file.
 //!
 //! Opening reads names and labels, and no pixel. Named classes are numbered in the order of their
 //! names, over all sources; numbered classes keep their numbers.
@@ -17,6 +18,7 @@ use trainyard_tensor::mapped::MappedFile;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::decode::{Rgb, decode};
+use super::parquet::{Row, Rows};
 use crate::corpus::expand;
 use crate::error::{DataError, Result};
 
@@ -35,7 +37,7 @@ const IMAGES_MAX: usize = u32::MAX as usize;
 
 const REPAIR: &str = "repair or remove it, or skip invalid images";
 const CONVERT: &str = "convert it to JPEG, PNG or WebP";
-const LAYOUT: &str = "give a folder with one sub-folder for each class, or WebDataset .tar shards";
+const LAYOUT: &str = "give a folder with one sub-folder for each class, WebDataset .tar shards or .parquet files";
 
 /// The reading of sources.
 #[derive(Debug, Clone, Default)]
@@ -53,11 +55,22 @@ pub struct ImageIndex {
     classes: Arc<Vec<String>>,
 }
 
-/// A folder, or a tar file.
+/// A folder or a file of images.
 #[derive(Debug)]
 struct Shard {
     path: PathBuf,
-    map: Option<MappedFile>,
+    images: Images,
+}
+
+/// How the images of a shard are read.
+#[derive(Debug)]
+enum Images {
+    /// A file each.
+    Folder,
+    /// Members of a tar file.
+    Tar(MappedFile),
+    /// Rows of a Parquet file.
+    Parquet(Rows),
 }
 
 #[derive(Debug, Clone)]
@@ -66,15 +79,16 @@ struct Entry {
     class: u32,
     /// The file below its folder, or the member of its shard.
     name: Box<str>,
-    /// Where the bytes of a member begin and end in its shard.
+    /// Where the bytes of a member begin and end in its shard; of a row its row group and its place
+    /// there.
     place: (u64, u64),
-    /// Size of the file.
+    /// Size of the file; of a row the mean of its row group.
     bytes: u64,
 }
 
 /// A label as a source gives it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Label {
+pub(super) enum Label {
     Number(u32),
     Name(String),
 }
@@ -86,7 +100,7 @@ struct Found {
 }
 
 impl ImageIndex {
-    /// Lists the images of `sources`: folders, `.tar` files, and patterns of paths.
+    /// Lists the images of `sources`: folders, `.tar` and `.parquet` files, and patterns of paths.
     ///
     /// # Errors
     /// A source cannot be read or has another layout; an image has no label or a label that is not
@@ -101,18 +115,18 @@ impl ImageIndex {
                 if about.is_dir() {
                     let before = found.len();
                     class_folders(&path, number, &mut found)?;
-                    shards.push(Shard { path: path.clone(), map: None });
+                    shards.push(Shard { path: path.clone(), images: Images::Folder });
                     if found.len() == before {
                         // A folder of shards.
                         shards.pop();
                         for shard in shards_in(&path)? {
-                            let map = members(&shard, shards.len() as u32, &mut found)?;
-                            shards.push(Shard { path: shard, map: Some(map) });
+                            let images = images_of(&shard, shards.len() as u32, &mut found)?;
+                            shards.push(Shard { path: shard, images });
                         }
                     }
                 } else {
-                    let map = members(&path, number, &mut found)?;
-                    shards.push(Shard { path, map: Some(map) });
+                    let images = images_of(&path, number, &mut found)?;
+                    shards.push(Shard { path, images });
                 }
             }
         }
@@ -255,10 +269,11 @@ impl ImageIndex {
     fn with_bytes<T>(&self, i: usize, read: impl FnOnce(&[u8]) -> Result<T>) -> Result<T> {
         let entry = &self.entries[i];
         let shard = &self.shards[entry.shard as usize];
-        match &shard.map {
+        match &shard.images {
             // The range was checked when the shard was opened.
-            Some(map) => read(&map[entry.place.0 as usize..entry.place.1 as usize]),
-            None => {
+            Images::Tar(map) => read(&map[entry.place.0 as usize..entry.place.1 as usize]),
+            Images::Parquet(rows) => rows.with_bytes(entry.place, &entry.name, read),
+            Images::Folder => {
                 let path = shard.path.join(&*entry.name);
                 read(&fs::read(&path).map_err(DataError::io("read", &path))?)
             }
@@ -267,7 +282,13 @@ impl ImageIndex {
 
     /// Asks the kernel to bring the shards into memory in the background.
     pub fn warm(&self) {
-        self.shards.iter().filter_map(|shard| shard.map.as_ref()).for_each(MappedFile::warm);
+        for shard in self.shards.iter() {
+            match &shard.images {
+                Images::Tar(map) => map.warm(),
+                Images::Parquet(rows) => rows.warm(),
+                Images::Folder => {}
+            }
+        }
     }
 }
 
@@ -361,10 +382,16 @@ fn listed(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The `.tar` files of a folder.
+/// The `.tar` and `.parquet` files of a folder.
 fn shards_in(folder: &Path) -> Result<Vec<PathBuf>> {
-    let is_tar = |path: &PathBuf| path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("tar"));
-    Ok(listed(folder)?.into_iter().filter(is_tar).collect())
+    Ok(listed(folder)?
+        .into_iter()
+        .filter(|path| has_extension(path, "tar") || has_extension(path, "parquet"))
+        .collect())
+}
+
+fn has_extension(path: &Path, wanted: &str) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case(wanted))
 }
 
 fn extension_of(name: &str) -> Option<String> {
@@ -381,6 +408,19 @@ fn is_image(path: &Path) -> Result<bool> {
     Ok(EXTENSIONS.contains(&extension.as_str()))
 }
 
+/// The images of a file.
+fn images_of(path: &Path, shard: u32, found: &mut Vec<Found>) -> Result<Images> {
+    if !has_extension(path, "parquet") {
+        return members(path, shard, found).map(Images::Tar);
+    }
+    let (images, rows) = Rows::open(path)?;
+    found.extend(rows.into_iter().zip(1u64..).map(|(Row { label, group, row, bytes }, number)| {
+        let name = format!("row {number}").into();
+        Found { entry: Entry { shard, class: 0, name, place: (group, row), bytes }, label }
+    }));
+    Ok(Images::Parquet(images))
+}
+
 /// The images of a tar file and its mapping.
 fn members(path: &Path, shard: u32, found: &mut Vec<Found>) -> Result<MappedFile> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_ascii_lowercase();
@@ -389,7 +429,12 @@ fn members(path: &Path, shard: u32, found: &mut Vec<Found>) -> Result<MappedFile
             true => "unpack the compression: images are compressed themselves, and are read in place",
             false => LAYOUT,
         };
-        return Err(DataError::input(path, None, "is neither a folder nor a .tar file of images", fix));
+        return Err(DataError::input(
+            path,
+            None,
+            "is neither a folder nor a .tar file nor a .parquet file of images",
+            fix,
+        ));
     }
     let map = MappedFile::open(path).map_err(DataError::io("open", path))?;
     let before = found.len();
@@ -471,7 +516,7 @@ impl Sample {
     }
 }
 
-fn label_of_text(text: &str) -> std::result::Result<Option<Label>, String> {
+pub(super) fn label_of_text(text: &str) -> std::result::Result<Option<Label>, String> {
     let text = text.trim();
     if text.is_empty() || text.len() > 200 || text.contains(['\n', '\0']) {
         return Err("is no class".into());
@@ -494,7 +539,7 @@ fn label_of_json(text: &str) -> std::result::Result<Option<Label>, String> {
     }
 }
 
-fn label_of_number(number: i64) -> std::result::Result<Label, String> {
+pub(super) fn label_of_number(number: i64) -> std::result::Result<Label, String> {
     match u32::try_from(number) {
         Ok(number) if number < CLASSES_MAX => Ok(Label::Number(number)),
         _ => Err(format!("has the class {number}, and classes are from 0 to {}", CLASSES_MAX - 1)),

@@ -3,7 +3,7 @@
 //!
 //! | module | from | to |
 //! |---|---|---|
-//! | [`index`] | class folders and tar shards | [`ImageIndex`]: place and class of each image |
+//! | [`index`] | class folders, tar shards, Parquet files | [`ImageIndex`]: place and class of each image |
 //! | [`decode`] | JPEG, PNG or WebP | 8-bit RGB, upright, within a limit of pixels |
 //! | [`transform`] | RGB of any size | a square, by a random crop or by the crop of evaluation |
 //! | [`colour`], [`rand_augment`] | a square | the square in other colours, sheared, … |
@@ -19,6 +19,7 @@ pub mod colour;
 pub mod decode;
 mod draws;
 pub mod index;
+mod parquet;
 mod patches;
 pub mod rand_augment;
 pub mod set;
