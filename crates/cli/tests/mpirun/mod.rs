@@ -33,8 +33,9 @@ impl<'a> Mpirun<'a> {
         std::fs::create_dir(&own).expect("a folder for the launcher");
         let flags = "mpirun --allow-run-as-root --oversubscribe --bind-to none --tag-output";
         // With recovery the launcher does not end the other ranks before they have named the
-        // missing one. It then always ends with 0.
-        let flags = format!("{flags} --mca orte_enable_recovery 1 --timeout 150 -np {ranks} --mca orte_tmpdir_base");
+        // missing one. It then always ends with 0. The limit is for what hangs: measuring takes two
+        // minutes on slow processors.
+        let flags = format!("{flags} --mca orte_enable_recovery 1 --timeout 400 -np {ranks} --mca orte_tmpdir_base");
         flags.split(' ').map(str::to_owned).chain([own.display().to_string()]).collect()
     }
 
