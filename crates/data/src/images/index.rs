@@ -2,8 +2,8 @@
 //!
 //! A folder has one sub-folder for each class, as torchvision's `ImageFolder`. A tar shard is a
 //! WebDataset: `KEY.jpg` (or `.jpeg`, `.png`, `.webp`) beside `KEY.cls`, a number or a name, or
-//! `KEY.json` with the field `label`. A Parquet file is one of Hugging Face's `datasets`. Images of a
-//! shard are read in place from the mapped file.
+//! `KEY.json` with the field `label`. A Parquet file is one of Hugging Face's `datasets`. Images of
+//! a shard are read in place from the mapped file.
 //!
 //! Opening reads names and labels, and no pixel. Named classes are numbered in the order of their
 //! names, over all sources; numbered classes keep their numbers.
