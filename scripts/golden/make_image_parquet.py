@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Writes crates/data/tests/golden/images: Parquet files of images as Hugging Face's `datasets` writes them, by pyarrow.
+"""Writes crates/data/tests/golden/images: Parquet files of images, by pyarrow.
+
+They are as Hugging Face's `datasets` writes them.
 
     pip install pyarrow pillow numpy
     python scripts/golden/make_image_parquet.py
 
-`set/` has nine images of three classes in two files with several row groups and pages; their pixels are those of `picture` in
-crates/data/tests/images.rs. The other files are wrong in one way each.
+`set/` has nine images of three classes in two files with several row groups and pages; their pixels
+are those of `picture` in crates/data/tests/images.rs. The other files are special in one way each.
 """
 
 import io

@@ -226,6 +226,13 @@ impl Operands {
         [self.a, self.b, self.bias, self.c, self.d, self.argument, self.workspace, a_scale, b_scale]
     }
 
+    /// Why cuBLASLt does not multiply these operands, if that is so: since version 13 it refuses
+    /// scales that are not aligned to 16 bytes.
+    pub fn refused(&self) -> Option<String> {
+        let scale = self.scales.iter().find(|scale| !scale.address.is_multiple_of(Product::FP8_MULTIPLE as u64))?;
+        Some(format!("a scale at {:#x}, where a product of eight bits needs a multiple of 16 bytes", scale.address))
+    }
+
     /// The form's [`Product::alignment`] for these addresses.
     pub fn alignment(&self) -> u32 {
         // What is not there has address 0. The library looks at the bias and the argument too when

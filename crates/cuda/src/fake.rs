@@ -665,7 +665,7 @@ impl Driver for Fake {
     }
 
     unsafe fn product(&self, stream: Stream, form: &Product, operands: &Operands) -> Result<()> {
-        if let Some(what) = form.refused(self.properties.capability) {
+        if let Some(what) = form.refused(self.properties.capability).or_else(|| operands.refused()) {
             return Err(CudaError::Product { product: format!("{form:?}"), what });
         }
         let record = Record { product: Some(*form), ..plain(stream, "product", &operands.all()) };

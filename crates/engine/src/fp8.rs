@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use trainyard_autograd::ParamId;
 use trainyard_model::{Model, ParameterKind};
+use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::ops::fp8::{Fp8, Scaling, Slot, Slots};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
@@ -60,8 +61,8 @@ fn scale(format: Fp8, amax: f32, margin: u32) -> f32 {
     2f32.powi((exponent - margin as i32).clamp(-EXPONENT_MAX, EXPONENT_MAX))
 }
 
-/// Numbers from one scale to the next: cuBLASLt 13 refuses scales that are not aligned to 16 bytes.
-const SCALE_STRIDE: usize = 4;
+/// Numbers from one scale to the next, which a GPU's products need aligned.
+const SCALE_STRIDE: usize = Product::FP8_MULTIPLE / size_of::<f32>();
 
 /// The weights of the linear layers in the blocks, without the embeddings and the head.
 pub fn layers(model: &Model) -> Vec<ParamId> {

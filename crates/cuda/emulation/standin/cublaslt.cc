@@ -132,6 +132,8 @@ API Status cublasLtMatmul(void *handle, Matmul *made, const float *alpha_at, con
                           void *workspace, size_t bytes, Stream *stream) {
     if (!handle || on(stream)) return 1;
     if (Status status = multiplies(made, a, b, c, d)) return status;
+    // As cuBLASLt 13.1 did on an H100; its documentation does not say it.
+    if (((Address)made->a_scale | (Address)made->b_scale) % 16) return BLAS_NOT_SUPPORTED;
     if (algorithm->data[1] != 0x5a || (bytes && !current->holds((Address)workspace, bytes))) return BLAS_INVALID_VALUE;
     auto extent = [](const Layout *layout) { return (layout->stride * (layout->batch - 1) + layout->ld * (layout->columns - 1) + layout->rows) * size_of(layout->type); };
     for (auto [at, layout] : {std::pair<const void *, Layout *>{a_at, a}, {b_at, b}, {d_at, d}})

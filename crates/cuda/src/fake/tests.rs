@@ -242,6 +242,12 @@ fn products_of_eight_bits_are_scaled_and_refused_as_by_the_library() {
         let error = product(&refused).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
+    // Scales that lie one after the other, as an H100 refused them.
+    let next = Region { address: operands.scales[0].address + 4, ..operands.scales[0] };
+    let close = Operands { scales: [operands.scales[0], next], ..operands };
+    // SAFETY: it is refused before anything is read.
+    let error = unsafe { fake.product(stream, &form, &close) }.unwrap_err().to_string();
+    assert!(error.contains("needs a multiple of 16 bytes"), "{error}");
     assert!(form.refused((8, 6)).unwrap().contains("8.6 multiplies no operands of eight bits"));
     assert_eq!((form.refused((8, 9)), Product { fp8: None, k: 3, ..form }.refused((8, 0))), (None, None));
     assert_eq!(fake.problems(), [""; 0]);

@@ -27,6 +27,8 @@ pub use mds::{MdsFault, MdsLayout, parse_mds};
 pub use objects::printable;
 pub use read::{Documents, LineFault, Skipped, parse_jsonl_line};
 
+pub(crate) use parquet::fault as parquet_fault;
+
 use crate::error::{DataError, Result};
 use trainyard_store::{Object, Store};
 

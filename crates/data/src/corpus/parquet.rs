@@ -140,7 +140,8 @@ impl Records for ParquetTexts {
     }
 }
 
-fn fault(path: &std::path::Path, error: ParquetError) -> DataError {
+/// The error of a file that the library does not read.
+pub(crate) fn fault(path: &std::path::Path, error: ParquetError) -> DataError {
     if let ParquetError::External(inner) = &error
         && let Some(error) = inner.downcast_ref().or_else(|| inner.downcast_ref().and_then(StoreError::within))
     {

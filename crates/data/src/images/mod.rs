@@ -3,7 +3,7 @@
 //!
 //! | module | from | to |
 //! |---|---|---|
-//! | [`index`] | class folders, tar shards, Parquet files | [`ImageIndex`]: place and class of each image |
+//! | [`index`] | folders, tar shards, Parquet files | [`ImageIndex`]: place and class of an image |
 //! | [`decode`] | JPEG, PNG or WebP | 8-bit RGB, upright, within a limit of pixels |
 //! | [`transform`] | RGB of any size | a square, by a random crop or by the crop of evaluation |
 //! | [`colour`], [`rand_augment`] | a square | the square in other colours, sheared, … |

@@ -21,6 +21,7 @@ use serde_json::Value;
 use trainyard_tensor::mapped::MappedFile;
 
 use super::index::{Label, label_of_number, label_of_text};
+use crate::corpus::parquet_fault;
 use crate::error::{DataError, Result};
 
 /// Columns that hold classes if nothing else says which one does, the first that there is.
@@ -72,7 +73,7 @@ impl Rows {
     pub fn open(path: &Path) -> Result<(Self, Vec<Row>)> {
         let map = Arc::new(MappedFile::open(path).map_err(DataError::io("open", path))?);
         let bytes = Bytes::from_owner(Mapped(Arc::clone(&map)));
-        let file = SerializedFileReader::new(bytes).map_err(|error| damaged(path, &error))?;
+        let file = SerializedFileReader::new(bytes).map_err(|error| parquet_fault(path, error))?;
         let schema = file.metadata().file_metadata().schema_descr_ptr();
         let features = features(&file);
         let refused = |what: String, fix: &str| DataError::input(path, None, what, fix);
@@ -146,8 +147,8 @@ impl Rows {
     }
 
     fn reader(&self, group: usize, column: usize) -> Result<ColumnReader> {
-        let group = self.file.get_row_group(group).map_err(|error| damaged(&self.path, &error))?;
-        group.get_column_reader(column).map_err(|error| damaged(&self.path, &error))
+        let group = self.file.get_row_group(group).map_err(|error| parquet_fault(&self.path, error))?;
+        group.get_column_reader(column).map_err(|error| parquet_fault(&self.path, error))
     }
 
     /// Reads up to `count` values of a column, None where there is none.
@@ -167,7 +168,7 @@ impl Rows {
             values.clear();
             let asked = (count - all.len()).min(4096);
             let read = reader.read_records(asked, Some(&mut levels), None, &mut values);
-            let (records, ..) = read.map_err(|error| damaged(&self.path, &error))?;
+            let (records, ..) = read.map_err(|error| parquet_fault(&self.path, error))?;
             if records == 0 {
                 break;
             }
@@ -194,7 +195,7 @@ impl Rows {
         let ColumnReader::ByteArrayColumnReader(mut reader) = self.reader(group as usize, self.column)? else {
             return Err(DataError::input(&self.path, None, "changes the type of its images between row groups", AGAIN));
         };
-        let fault = |error: ParquetError| damaged(&self.path, &error);
+        let fault = |error: ParquetError| parquet_fault(&self.path, error);
         let passed = reader.skip_records(row as usize).map_err(fault)?;
         let (mut levels, mut values) = (Vec::new(), Vec::new());
         let (records, ..) = reader.read_records(1, Some(&mut levels), None, &mut values).map_err(fault)?;
@@ -305,9 +306,4 @@ fn features(file: &SerializedFileReader<Bytes>) -> Value {
     let text = metadata.filter(|entry| entry.key == METADATA).find_map(|entry| entry.value.as_deref());
     let all: Value = text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
     all.pointer("/info/features").cloned().unwrap_or_default()
-}
-
-fn damaged(path: &Path, error: &ParquetError) -> DataError {
-    let what = format!("is damaged, or not a Parquet file that can be read ({error})");
-    DataError::input(path, None, what, AGAIN)
 }
