@@ -12,6 +12,7 @@ It writes, replacing what is there, into crates/model/tests/golden/gguf:
                                `gguf` decodes; where transformers reads the architecture's tensors, these are compared
     blocks.gguf                random blocks of every quantisation that is read, and F16 and BF16
     blocks.safetensors         what `gguf` decodes from them
+    encoded.safetensors        numbers, and the blocks that `gguf` rounds them to, of every kind that is written
     tokenizer_NAME.gguf        vocabularies without weights, one for each way of building a tokenizer
     tokenizers.json            their tokens for some texts, from transformers
 """
@@ -184,6 +185,22 @@ def write_model(name, architecture, config, encoding, read_alike):
     print(f"{name}: {path.stat().st_size} bytes")
 
 
+def write_encoded():
+    """Numbers of many sizes; blocks of zeros, of one sign, of equal numbers, and with ties and tiny scales."""
+    rng = np.random.default_rng(11)
+    x = rng.normal(0, 1, (24, 32)) * 10.0 ** rng.integers(-6, 4, (24, 1))
+    x[0], x[1], x[2], x[3] = 0, np.abs(x[1]), -np.abs(x[2]), 0.25
+    x[4] = np.arange(32) - 16.0
+    x[5] = (np.arange(32) - 16.0) / 2
+    x[6], x[6, 5] = 0, -1e-30
+    x[7] = np.tile([1.0, -1.0], 16)
+    x = x.astype(np.float32)
+    tensors = {"x": torch.from_numpy(x)}
+    for kind in [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]:
+        tensors[kind.name] = torch.from_numpy(quantize(x, kind).copy())
+    save_file(tensors, OUT / "encoded.safetensors")
+
+
 def write_blocks():
     """Blocks of random bits, with scales that are numbers."""
     rng = np.random.default_rng(20240608)
@@ -295,6 +312,7 @@ def main():
     OUT.mkdir(parents=True)
     for name, (architecture, config, encoding, read_alike) in models().items():
         write_model(name, architecture, config, encoding, read_alike)
+    write_encoded()
     write_blocks()
     write_tokenizers()
     total = sum(path.stat().st_size for path in OUT.iterdir())

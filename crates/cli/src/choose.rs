@@ -4,13 +4,15 @@
 //! `trainyard train --plan auto` chooses among them, and `trainyard plan c.toml` shows them.
 
 use crate::commands::config::{resolve, resolve_for};
-use crate::output::chain;
+use crate::forecast::{beside, image_seconds};
+use crate::output::{chain, note};
 use anyhow::{Context, Result, bail};
 use std::time::Instant;
 use trainyard_base::median;
-use trainyard_calibrate::{Ranks, forecast};
+use trainyard_calibrate::{Ranks, forecast, layout as layout_of};
 use trainyard_engine::config::{Config, DeviceKind, Inputs, OffloadTier, Parallel, Resolved};
 use trainyard_engine::host;
+use trainyard_engine::predict::Preprocessing;
 use trainyard_engine::shape::is_offloaded;
 use trainyard_plan::here::{self, Asked, Base, Room, Way, Ways, race};
 use trainyard_program::Lane;
@@ -29,6 +31,7 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
         bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
     }
     let room = room(&resolved, profile);
+    let image_s = image_seconds(&resolved, &note);
     here::ways(&base(&resolved, profile, inputs), &room, &mut |asked: Asked| {
         // Settings that contradict those given by hand are skipped.
         let Ok(resolved) = load(&asked.sets).and_then(|config| resolve_for(&config, inputs.clone())) else {
@@ -40,7 +43,7 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
         }
         // A model of fewer heads or layers than ranks cannot be divided among them.
         let whole = pipeline * context * tensor == 1;
-        match price(asked.sets, &resolved, profile, &room) {
+        match price(asked.sets, &resolved, profile, &room, image_s) {
             Err(_) if !whole => Ok(None),
             priced => priced.map(Some),
         }
@@ -77,21 +80,31 @@ fn base(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Base 
     }
 }
 
-fn price(sets: Vec<String>, resolved: &Resolved, profile: &MachineProfile, room: &Room) -> Result<Way> {
+fn price(
+    sets: Vec<String>,
+    resolved: &Resolved,
+    profile: &MachineProfile,
+    room: &Room,
+    image_s: Option<f64>,
+) -> Result<Way> {
     let forecast = forecast(resolved, &profile.machine).context("cannot price a plan of the configuration")?;
     let step = forecast.step(profile, &profile.speeds);
     let waited = &step.simulated.ranks[0].waited_s;
     let needs = forecast.fullest();
+    let compute_s = step.simulated.step_s;
+    let work = image_s.map(|seconds| Preprocessing::of(resolved, seconds));
+    let mut kinds = step.by_kind(forecast.first().0);
+    let step_s = beside(compute_s, work, layout_of(resolved, &profile.machine), &profile.machine, &mut kinds);
     Ok(Way {
         sets,
         layout: layout(resolved),
         batch: [resolved.batch.micro, resolved.batch.accumulation],
         savings: savings(resolved),
-        step_s: step.simulated.step_s,
+        step_s,
         bytes: needs.memory.peak_total() as u64,
         limit: room.limit(resolved.parallel.ranks),
         pinned_bytes: needs.host_memory.peak_total() as u64,
-        kinds: step.by_kind(forecast.first().0),
+        kinds,
         waits_s: Lane::ALL.iter().filter(|lane| **lane != Lane::Compute).map(|lane| waited[*lane as usize]).sum(),
         offloaded: is_offloaded(resolved),
         tried: None,

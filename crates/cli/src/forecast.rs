@@ -1,12 +1,16 @@
 //! Predicts the time of a run's steps from the profile of this machine.
 
+use std::collections::BTreeMap;
+use std::time::Duration;
 use trainyard_calibrate::{layout, probe_group};
 use trainyard_comm::Communicator;
-use trainyard_engine::config::{Config, DeviceKind};
-use trainyard_engine::predict::TimePrediction;
+use trainyard_data::Samples;
+use trainyard_engine::config::{Config, DeviceKind, Resolved};
+use trainyard_engine::images::ImageCorpora;
+use trainyard_engine::predict::{Preprocessing, TimePrediction};
 use trainyard_engine::session::Session;
 use trainyard_engine::{EngineError, bench};
-use trainyard_sim::host::{HostStage, HostStep, host_step};
+use trainyard_sim::host::{HostLayout, HostStage, HostStep, host_step};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind, Span, load_local_profile};
 
@@ -78,8 +82,54 @@ pub fn time(session: &Session) -> Result<TimePrediction, String> {
     let basis = format!("calibrated {}, at the speeds of that time{}", profile.measured, missing(&step));
     let of_stage = |spans: &Vec<Span>| spans.iter().map(|span| [span.start_s, span.end_s]).collect();
     let stages = step.simulated.ranks.iter().map(|rank| of_stage(&rank.spans)).collect();
-    Ok(TimePrediction { step_s: step.simulated.step_s, instructions: step.by_kind(program), basis, stages })
+    let preprocessing = match &session.dataset {
+        Samples::Images(images) => {
+            images.price(MEASURED_FOR).map(|image_s| Preprocessing::of(&session.resolved, image_s))
+        }
+        Samples::Text(_) => None,
+    };
+    let mut instructions = step.by_kind(program);
+    let step_s = beside(step.simulated.step_s, preprocessing, layout, &here, &mut instructions);
+    Ok(TimePrediction { step_s, instructions, basis, preprocessing, stages })
 }
+
+/// Seconds of a step that takes `compute_s` without the work of its loader threads. Adds what they
+/// cost to the `kinds` of instruction.
+pub fn beside(
+    compute_s: f64,
+    work: Option<Preprocessing>,
+    layout: HostLayout,
+    machine: &Machine,
+    kinds: &mut BTreeMap<String, f64>,
+) -> f64 {
+    let HostLayout { ranks, threads } = layout;
+    let Some(work) = work else { return compute_s };
+    let step_s = work.beside(compute_s, ranks as usize, threads as usize, machine.cores as usize);
+    *kinds.entry(LOAD.to_owned()).or_default() += step_s - compute_s;
+    step_s
+}
+
+/// Seconds that a thread takes for an image of the training data, where that is one of images and
+/// can be opened; a reason why not is said by `say`.
+pub fn image_seconds(resolved: &Resolved, say: &dyn Fn(&str)) -> Option<f64> {
+    resolved.images.as_ref()?;
+    let sets = ImageCorpora::open(resolved, None).and_then(|images| images.into_sets(resolved));
+    let why = match sets {
+        Ok((images, _)) => match images.price(MEASURED_FOR) {
+            Some(seconds) => return Some(seconds),
+            None => "none of them can be decoded".to_owned(),
+        },
+        Err(error) => error.to_string(),
+    };
+    say(&format!("plans are without the price of preparing the images: {why}"));
+    None
+}
+
+/// The kind of instruction that waits for a batch.
+const LOAD: &str = "load";
+
+/// The longest measuring of images before a training.
+const MEASURED_FOR: Duration = Duration::from_millis(300);
 
 /// A message that names the kernels missing in the profile.
 fn missing(step: &HostStep) -> String {

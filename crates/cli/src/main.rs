@@ -87,6 +87,7 @@ const EXIT_USAGE: i32 = 2;
 
 fn main() -> ExitCode {
     let process_start = Instant::now();
+    output::show_events();
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let result = match parse(&arguments) {
         Command::Train(args) => train::run(&args, process_start),

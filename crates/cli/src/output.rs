@@ -5,6 +5,11 @@ use anyhow::{Context, Result};
 use std::fmt::{Display, Write as _};
 use std::io::Write as _;
 use std::path::Path;
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
 use trainyard_base::format_bytes;
 use trainyard_data::place_of;
 use trainyard_engine::EngineError;
@@ -66,6 +71,41 @@ pub fn read(path: &Path) -> Result<String> {
 pub fn note(line: &str) {
     // A closed standard error is no reason to stop.
     let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Shows the warnings of the libraries on standard error, as lines like the program's own.
+/// `TRAINYARD_LOG` takes another filter, as `trainyard=debug`.
+pub fn show_events() {
+    let filter = EnvFilter::builder().with_env_var(LOG_FILTER).try_from_env();
+    let filter = filter.unwrap_or_else(|_| EnvFilter::new("trainyard=warn"));
+    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // It is set once, at the start of the program.
+    let _ = subscriber.with_ansi(false).event_format(Line).try_init();
+}
+
+/// The variable with the filter of the libraries' events.
+const LOG_FILTER: &str = "TRAINYARD_LOG";
+
+/// An event as a line: its level, then its message.
+struct Line;
+
+impl<S, N> FormatEvent<S, N> for Line
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut line: Writer<'_>, event: &Event<'_>) -> std::fmt::Result {
+        let level = match *event.metadata().level() {
+            Level::ERROR => "error",
+            Level::WARN => "warning",
+            Level::INFO => "info",
+            Level::DEBUG => "debug",
+            Level::TRACE => "trace",
+        };
+        write!(line, "{level}: ")?;
+        context.field_format().format_fields(line.by_ref(), event)?;
+        writeln!(line)
+    }
 }
 
 /// True if the error is only a reader that has closed our output (`trainyard config docs | head`).

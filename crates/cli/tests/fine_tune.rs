@@ -209,3 +209,53 @@ fn a_gguf_file_trains_is_evaluated_exported_and_generates() {
     let misplaced = folder.run(&["train", "m/gemma3.gguf"]);
     assert!(misplaced.stderr.contains("is a GGUF model"), "{}", misplaced.stderr);
 }
+
+/// A run as a GGUF file, with its tokenizer inside: the same loss and the same text; and what is
+/// refused.
+#[test]
+fn a_run_is_exported_as_a_gguf_file() {
+    let folder = Folder::new();
+    folder.run(&["train", "tiny.toml", "--set", "run.name=one"]).ok();
+    let loss = |model: &str| {
+        let eval = ["eval", model, "--data", "text.txt", "--length", "16", "--dtype", "f32", "--json"];
+        let line: Value = serde_json::from_str(&folder.run(&eval).ok().stdout).unwrap();
+        line["loss"].as_f64().unwrap()
+    };
+    let generate = |model: &str| {
+        let generate = ["generate", model, "--prompt", "the ", "--tokens", "20", "--temperature", "0", "--ignore-eos"];
+        folder.run(&generate).ok().stdout
+    };
+    let export = |arguments: &[&str]| folder.run(&[&["export", "runs/one", "--out"], arguments].concat());
+    let written = export(&["one.gguf", "--dtype", "f32"]).ok().stdout;
+    assert!(written.contains("of weights in F32, tokenizer in one.gguf"), "{written}");
+    assert_eq!((loss("one.gguf"), generate("one.gguf")), (loss("runs/one"), generate("runs/one")));
+    let written = export(&["eight.gguf", "--quantize", "q8_0"]).ok().stdout;
+    assert!(written.contains("of weights in Q8_0"), "{written}");
+    let (eight, whole) = (loss("eight.gguf"), loss("one.gguf"));
+    assert!(eight != whole && (eight / whole - 1.0).abs() < 0.01, "{eight} {whole}");
+    // Written over, and from a file to a file.
+    export(&["one.gguf", "--format", "gguf", "--dtype", "f32", "--no-tokenizer"]).ok();
+    let without = folder.run(&["generate", "one.gguf", "--prompt", "the "]);
+    assert!(without.code != Some(0) && without.stderr.contains("tokenizer"), "{}", without.stderr);
+    folder.run(&["export", "eight.gguf", "--out", "again.gguf", "--dtype", "f32"]).ok();
+    assert_eq!(loss("again.gguf"), eight);
+    fs::create_dir(folder.join("folder.gguf")).unwrap();
+    for (arguments, words) in [
+        (&["one.bin", "--format", "gguf"][..], "one.bin does not end with .gguf"),
+        (&["folder.gguf"], "folder.gguf is a folder, and a GGUF file is one file"),
+        (&["hf", "--quantize", "q8_0"], "--quantize rounds to the blocks of GGUF files: give --format gguf"),
+        (&["hf", "--no-tokenizer"], "--no-tokenizer is of GGUF files"),
+        (&["x.gguf", "--quantize", "q3_k"], "[possible values: q8_0, q5_1, q5_0, q4_1, q4_0]"),
+        (&["x.gguf", "--quantize", "q8_0", "--dtype", "f32"], "cannot be used with"),
+        (&["x.gguf", "--adapter"], "--adapter writes a PEFT folder"),
+        (&["none/x.gguf"], "creating none/x"),
+    ] {
+        let ran = export(arguments);
+        assert!(ran.code != Some(0) && ran.stderr.contains(words), "{arguments:?}: {}", ran.stderr);
+    }
+    // Characters have no form in the file.
+    folder.run(&["train", "tiny.toml", "--set", "run.name=two", "--set", "tokenizer.kind=characters"]).ok();
+    let refused = folder.run(&["export", "runs/two", "--out", "two.gguf"]);
+    assert!(refused.stderr.contains("byte-level BPE is written") && !folder.join("two.gguf").exists(), "{refused:?}");
+    folder.run(&["export", "runs/two", "--out", "two.gguf", "--no-tokenizer"]).ok();
+}

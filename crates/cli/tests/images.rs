@@ -48,26 +48,30 @@ interval_steps = 5
 interval_steps = 6
 ";
 
-/// Writes an RGB image of 12 x 12 pixels.
-fn write_png(path: &Path, pixel: impl Fn(usize, usize) -> [u8; 3]) {
+/// Writes a square RGB image.
+fn write_png(path: &Path, side: usize, pixel: impl Fn(usize, usize) -> [u8; 3]) {
     let file = fs::File::create(path).unwrap();
-    let mut encoder = png::Encoder::new(file, 12, 12);
+    let mut encoder = png::Encoder::new(file, side as u32, side as u32);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
-    let pixels: Vec<u8> = (0..144).flat_map(|i| pixel(i % 12, i / 12)).collect();
+    let pixels: Vec<u8> = (0..side * side).flat_map(|i| pixel(i % side, i / side)).collect();
     encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
 }
 
-/// A folder of three classes, of 20 images each: stripes of which red, green or blue is the
-/// brightest.
+/// A folder of three classes, of 20 images each of 12 x 12 pixels.
 fn folder() -> Folder {
+    folder_of(12)
+}
+
+/// Stripes of which red, green or blue is the brightest, by class.
+fn folder_of(side: usize) -> Folder {
     let folder = Folder::new();
     for (class, name) in ["blue", "green", "red"].into_iter().enumerate() {
         let of_class = folder.join("shapes").join(name);
         fs::create_dir_all(&of_class).unwrap();
         for image in 0..20 {
             let light = 90 + (image * 37 % 120) as u8;
-            write_png(&of_class.join(format!("{image:02}.png")), |x, y| {
+            write_png(&of_class.join(format!("{image:02}.png")), side, |x, y| {
                 let mut pixel = [light / 3, light / 4, (image * 11 % 40) as u8];
                 pixel[2 - class] = if (x + y * (image % 3)) / 2 % 2 == 0 { light } else { light / 2 };
                 pixel
@@ -122,6 +126,60 @@ fn a_run_learns_and_reports_accuracy_and_resumes_with_the_same_bits() {
     folder.run(&["train", "--resume", "runs/paused"]).ok();
     assert_eq!(losses(&folder, "paused"), losses(&folder, "whole"));
     assert_eq!(tensors(&folder.join("runs/paused")), tensors(&folder.join("runs/whole")));
+}
+
+#[test]
+fn later_epochs_and_runs_read_what_was_decoded() {
+    let folder = folder_of(72);
+    train(&folder, "plain", &[]).ok();
+    // The second run decodes nothing, on other ranks.
+    for (name, more) in [("kept", "training.steps=12"), ("again", "parallel.ranks=2")] {
+        train(&folder, name, &["images.cache=decoded", more]).ok();
+        assert_eq!(losses(&folder, name)[0], losses(&folder, "plain")[0]);
+    }
+    assert_eq!(losses(&folder, "kept"), losses(&folder, "plain"));
+    let bench = ["data", "bench", "--images", "shapes", "--image-size", "32", "--seconds", "0.1", "--json"];
+    let figures = |cache: &[&str]| -> Value {
+        serde_json::from_str(&folder.run(&[&bench[..], cache].concat()).ok().stdout).unwrap()
+    };
+    assert_eq!(figures(&["--image-cache", "decoded"])["cached"], 1.0);
+    assert_eq!(figures(&[])["cached"], Value::Null);
+    let warm = ["data", "warm", "--images", "shapes", "--image-cache"];
+    let warmed = folder.run(&[&warm[..], &["warm"]].concat()).ok().stdout;
+    assert!(warmed.contains("60 images in ") && warmed.contains(" 0.0 % of them decoded before"), "{warmed}");
+    assert_eq!(figures(&["--image-cache", "warm"])["cached"], 1.0);
+    let full = folder.run(&[&warm[..], &["small", "--image-cache-size", "200KB"]].concat()).ok().stdout;
+    assert!(full.contains("in small, which is full: the other images are decoded every time"), "{full}");
+    for (arguments, words) in [
+        (&["data", "warm", "--images", "shapes"][..], "--image-cache <DIR>"),
+        (&["data", "bench", "shapes", "--image-cache", "decoded"], "--images"),
+        (&["data", "warm", "--images", "shapes", "--image-cache", "vit.toml"], "cannot use vit.toml"),
+        (&["train", "vit.toml", "--set", "images.cache=vit.toml"], "cannot use vit.toml"),
+        (&["train", "vit.toml", "--set", "images.cache_size=1GB"], "there is no images.cache"),
+    ] {
+        let ran = folder.run(arguments);
+        assert!(ran.code != Some(0) && ran.stderr.contains(words), "{arguments:?}: {}", ran.stderr);
+    }
+}
+
+#[test]
+fn images_that_cannot_be_decoded_are_skipped_where_the_user_says_so() {
+    let folder = folder();
+    for class in ["blue", "green", "red"] {
+        folder.write(&format!("shapes/{class}/05.png"), "no image");
+    }
+    let refused = train(&folder, "refused", &["training.steps=20"]);
+    assert!(refused.code != Some(0), "{refused:?}");
+    for words in ["/05.png: is neither JPEG, PNG nor WebP", "images.skip_invalid"] {
+        assert!(refused.stderr.contains(words), "{}", refused.stderr);
+    }
+    let trained = train(&folder, "skipped", &["training.steps=20", "images.skip_invalid=true"]).ok();
+    assert!(trained.stderr.contains("skipped: shapes/") && trained.stderr.contains("/05.png"), "{}", trained.stderr);
+    assert_eq!(losses(&folder, "skipped").len(), 20);
+    // All are held back: three of them have no class to find.
+    let all = ["images.skip_invalid=true", "data.validation=['shapes']", "data.validation_fraction=auto"];
+    train(&folder, "evaluated", &all).ok();
+    assert_eq!(record(&folder, "evaluated", "evaluations.jsonl").last().unwrap()["tokens"], 57);
 }
 
 #[test]
@@ -237,7 +295,7 @@ fn what_has_no_meaning_for_images_is_refused_before_the_run() {
         assert!(ran.stderr.contains("model of images"), "{arguments:?}: {}", ran.stderr);
     }
     fs::create_dir_all(folder.join("other/discs")).unwrap();
-    write_png(&folder.join("other/discs/0.png"), |_, _| [9; 3]);
+    write_png(&folder.join("other/discs/0.png"), 12, |_, _| [9; 3]);
     let other = folder.run(&["eval", "runs/one", "--data", "other"]);
     assert!(other.code != Some(0) && other.stderr.contains("discs"), "{other:?}");
 }

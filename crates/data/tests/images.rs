@@ -4,11 +4,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::Value;
+use trainyard_data::corpus::CacheOptions;
 use trainyard_data::images::rand_augment::Operation;
 use trainyard_data::images::transform::{Resizing, Window};
-use trainyard_data::images::{RandAugment, Rgb, colour, decode};
+use trainyard_data::images::{Decoded, RandAugment, Rgb, colour, decode};
 use trainyard_data::{
     Augmentation, IGNORE, ImageEvaluation, ImageIndex, ImageSet, ImageSpec, IndexOptions, Loader, LoaderConfig,
     MicroBatch, OnInvalid, Position,
@@ -272,6 +274,81 @@ fn shards_give_the_samples_of_the_folders() {
         let (ours, theirs) = (of_shards.micro_batch(0, 20).unwrap(), of_folders.micro_batch(0, 20).unwrap());
         assert!(rows(&ours) == rows(&theirs));
     }
+}
+
+#[test]
+fn what_was_decoded_is_read_again_and_gives_the_same_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    let (root, elsewhere, cache) =
+        (folder.path().join("folders"), folder.path().join("elsewhere"), folder.path().join("cache"));
+    class_folders(&root, 9);
+    let decoded = |bytes_max: u64| {
+        let options = CacheOptions { folder: cache.clone(), bytes_max };
+        Arc::new(Decoded::open(&options).unwrap().with_pixels_min(0))
+    };
+    let samples = |source: &Path, decoded: Option<&Arc<Decoded>>| {
+        let index = open(source).unwrap();
+        let index = if let Some(decoded) = decoded { index.keeping(Arc::clone(decoded)) } else { index };
+        rows(&ImageSet::new(index, spec(everything())).unwrap().micro_batch(0, 18).unwrap())
+    };
+    let expected = samples(&root, None);
+    let first = decoded(1 << 30);
+    assert!(samples(&root, Some(&first)) == expected);
+    assert!(first.found().unwrap() > 0.4, "the second epoch: {:?}", first.found());
+    // The same files elsewhere are found by their content, and a damaged entry is decoded again.
+    class_folders(&elsewhere, 9);
+    let entries: Vec<PathBuf> = fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(entries.len(), 9);
+    let mut bytes = fs::read(&entries[3]).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(&entries[3], bytes).unwrap();
+    let second = decoded(1 << 30);
+    assert!(samples(&elsewhere, Some(&second)) == expected);
+    let found = second.found().unwrap();
+    assert!((0.9..1.0).contains(&found), "all but one of some twenty: {found}");
+    let third = decoded(1 << 30);
+    assert!(samples(&elsewhere, Some(&third)) == expected);
+    assert_eq!((third.found(), third.bytes().1), (Some(1.0), false));
+    // Rows of Parquet files have identities of their own.
+    let rows = decoded(1 << 30);
+    assert!(samples(&parquet("set"), Some(&rows)) == expected);
+    assert!(rows.found().unwrap() < 0.6);
+    let again = decoded(1 << 30);
+    assert!(samples(&parquet("set"), Some(&again)) == expected);
+    assert_eq!(again.found(), Some(1.0));
+    // A file that is written anew is another.
+    let copies = folder.path().join("copies");
+    fs::create_dir_all(&copies).unwrap();
+    for file in fs::read_dir(parquet("set")).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), copies.join(file.file_name())).unwrap();
+    }
+    let copied = decoded(1 << 30);
+    assert!(samples(&copies, Some(&copied)) == expected);
+    assert!(copied.found().unwrap() < 0.6);
+    // A full cache changes no sample either.
+    fs::remove_dir_all(&cache).unwrap();
+    let small = decoded(8 << 10);
+    assert!(samples(&root, Some(&small)) == expected);
+    assert!(small.bytes().1 && small.bytes().0 <= 8 << 10);
+}
+
+#[test]
+fn the_price_of_an_image_is_measured_on_those_that_can_be_decoded() {
+    let folder = tempfile::tempdir().unwrap();
+    class_folders(folder.path(), 6);
+    let price = || {
+        let set = ImageSet::new(open(folder.path()).unwrap(), spec(everything())).unwrap();
+        set.price(Duration::from_secs(1))
+    };
+    assert!(price().unwrap() > 0.0);
+    for class in ["ant", "bee", "cat"] {
+        for file in fs::read_dir(folder.path().join(class)).unwrap() {
+            fs::write(file.unwrap().path(), "no image").unwrap();
+        }
+    }
+    assert_eq!(price(), None);
 }
 
 fn parquet(name: &str) -> PathBuf {

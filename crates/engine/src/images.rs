@@ -1,14 +1,15 @@
 //! Opens the images that `[data]` asks for, and evaluates models on held-back ones.
 
 use crate::Result;
-use crate::config::{Resolved, Sources};
+use crate::config::{ImagesSection, Resolved, Sources};
 use crate::evaluate::{Evaluation, EvaluationProgress, TextLoss, slices};
 use crate::rank::Rank;
 use crate::state::does_not_fit;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainyard_autograd::{Policy, Tape};
-use trainyard_data::corpus::OnInvalid;
+use trainyard_data::corpus::{CACHE_BYTES, CacheOptions, OnInvalid};
+use trainyard_data::images::Decoded;
 use trainyard_data::prepare::VALIDATION_FRACTION;
 use trainyard_data::{Augmentation, ImageEvaluation, ImageIndex, ImageSet, ImageSpec, IndexOptions, MicroBatch};
 use trainyard_model::units::Hits;
@@ -30,6 +31,8 @@ pub struct HeldBack {
     pub name: String,
     /// Its images.
     pub images: ImageIndex,
+    /// The fate of those that cannot be decoded.
+    pub on_invalid: OnInvalid,
 }
 
 impl HeldBack {
@@ -40,7 +43,7 @@ impl HeldBack {
     pub fn open(path: &Path, labels: Option<Vec<String>>) -> Result<HeldBack> {
         let classes = labels.filter(|labels| !labels.is_empty());
         let images = ImageIndex::open(&[path.to_owned()], &IndexOptions { classes })?;
-        Ok(HeldBack { name: name(path), images })
+        Ok(HeldBack { name: name(path), images, on_invalid: OnInvalid::Fail })
     }
 }
 
@@ -53,15 +56,23 @@ impl ImageCorpora {
     pub fn open(resolved: &Resolved, labels: Option<Vec<String>>) -> Result<ImageCorpora> {
         let data = &resolved.config.data;
         let classes = labels.filter(|labels| !labels.is_empty());
-        let all = ImageIndex::open(&paths(&data.train), &IndexOptions { classes })?;
+        let mut all = ImageIndex::open(&paths(&data.train), &IndexOptions { classes })?;
+        let decoded = decoded(&resolved.config.images)?;
+        let on_invalid = on_invalid(&resolved.config.images);
+        if let Some(decoded) = &decoded {
+            all = all.keeping(Arc::clone(decoded));
+        }
         let classes = all.classes().to_vec();
         let mut notes = Vec::new();
         let (train, validation) = match &data.validation {
             Some(sources) => {
                 let set = |path: &PathBuf| -> Result<HeldBack> {
                     let options = IndexOptions { classes: Some(classes.clone()) };
-                    let images = ImageIndex::open(std::slice::from_ref(path), &options)?;
-                    Ok(HeldBack { name: name(path), images })
+                    let mut images = ImageIndex::open(std::slice::from_ref(path), &options)?;
+                    if let Some(decoded) = &decoded {
+                        images = images.keeping(Arc::clone(decoded));
+                    }
+                    Ok(HeldBack { name: name(path), images, on_invalid })
                 };
                 (all, paths(sources).iter().map(set).collect::<Result<Vec<_>>>()?)
             }
@@ -69,7 +80,7 @@ impl ImageCorpora {
                 0.0 => (all, Vec::new()),
                 fraction => {
                     let (train, images) = all.split(fraction, resolved.config.training.seed)?;
-                    let held_back = (!images.is_empty()).then(|| HeldBack { name: "validation".into(), images });
+                    let held_back = (!images.is_empty()).then(|| HeldBack { name: "validation".into(), images, on_invalid });
                     (train, held_back.into_iter().collect())
                 }
             },
@@ -99,9 +110,22 @@ impl ImageCorpora {
     /// Settings out of their range.
     pub fn into_sets(self, resolved: &Resolved) -> Result<(Arc<ImageSet>, Vec<HeldBack>)> {
         let images = resolved.images.as_ref().ok_or_else(|| does_not_fit("the run has no images"))?;
-        let spec = data_spec(&images.form, images.augmentation.clone(), resolved.config.training.seed);
+        let seed = resolved.config.training.seed;
+        let on_invalid = on_invalid(&resolved.config.images);
+        let spec = data_spec(&images.form, images.augmentation.clone(), seed, on_invalid);
         Ok((Arc::new(ImageSet::new(self.train, spec)?), self.validation))
     }
+}
+
+/// The cache of decoded images, if there is one.
+fn decoded(images: &ImagesSection) -> Result<Option<Arc<Decoded>>> {
+    let bytes_max = images.cache_size.map_or(CACHE_BYTES, |size| size.0);
+    let cache = images.cache.clone().map(|folder| CacheOptions { folder, bytes_max });
+    Ok(cache.map(|cache| Decoded::open(&cache)).transpose()?.map(Arc::new))
+}
+
+fn on_invalid(images: &ImagesSection) -> OnInvalid {
+    if images.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail }
 }
 
 fn paths(sources: &Sources) -> Vec<PathBuf> {
@@ -113,7 +137,12 @@ fn name(path: &Path) -> String {
 }
 
 /// The samples of images of this form.
-pub fn data_spec(form: &trainyard_model::ImageSpec, augmentation: Augmentation, seed: u64) -> ImageSpec {
+pub fn data_spec(
+    form: &trainyard_model::ImageSpec,
+    augmentation: Augmentation,
+    seed: u64,
+    on_invalid: OnInvalid,
+) -> ImageSpec {
     let floats = |numbers: &[f64]| numbers.iter().map(|number| *number as f32).collect();
     ImageSpec {
         image_size: form.size,
@@ -123,7 +152,7 @@ pub fn data_spec(form: &trainyard_model::ImageSpec, augmentation: Augmentation, 
         resize: form.resize,
         augmentation,
         seed,
-        on_invalid: OnInvalid::Fail,
+        on_invalid,
     }
 }
 
@@ -141,7 +170,7 @@ pub fn evaluate_images_until(
 ) -> Result<Option<Evaluation>> {
     let form = rank.model().spec().and_then(|spec| spec.image.clone());
     let form = form.ok_or_else(|| does_not_fit("a model of text cannot be evaluated on images"))?;
-    let spec = data_spec(&form, Augmentation::none(), 0);
+    let spec = data_spec(&form, Augmentation::none(), 0, OnInvalid::Fail);
     let (index, ranks) = rank.evaluation_place();
     let all: usize = sets.iter().map(|set| set.images.len()).sum();
     let mut progress = EvaluationProgress { tokens: 0, of: all as u64 };
@@ -150,6 +179,7 @@ pub fn evaluate_images_until(
     // Of each set, one past its last batch.
     let mut ends = Vec::with_capacity(sets.len());
     for set in sets {
+        let spec = ImageSpec { on_invalid: set.on_invalid, ..spec.clone() };
         let mut batches = ImageEvaluation::new(&set.images, &spec, rows)?;
         for _ in 0..batches.batches() {
             if number % ranks == index {

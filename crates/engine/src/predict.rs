@@ -2,6 +2,7 @@
 //! Model code, engine and pool are the same as in training; there is no data, and no other rank.
 
 use crate::Result;
+use crate::config::Resolved;
 use crate::links::Links;
 use crate::rank::{self, Rank, RankSettings, StepSettings};
 use crate::snapshot;
@@ -69,9 +70,50 @@ pub struct TimePrediction {
     pub instructions: BTreeMap<String, f64>,
     /// The basis of the prediction, in words: the profile, and the machine's speed at the time.
     pub basis: String,
+    /// The work of making the batches, if that is more than copying.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preprocessing: Option<Preprocessing>,
     /// Per pipeline stage, start and end of each instruction of its program without a snapshot.
     #[serde(skip)]
     pub stages: Vec<Vec<[f64; 2]>>,
+}
+
+/// The price of decoding and changing images, which loader threads do beside the step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Preprocessing {
+    /// Seconds of one thread for an image, measured on images of the run.
+    pub image_s: f64,
+    /// Images of a rank's step.
+    pub images: usize,
+    /// Loader threads of a rank.
+    pub workers: usize,
+    /// Seconds in which they make the images of a step, each on a core.
+    pub step_s: f64,
+}
+
+impl Preprocessing {
+    /// The price of a run's steps, where a thread takes `image_s` for an image.
+    pub fn of(resolved: &Resolved, image_s: f64) -> Preprocessing {
+        let images = resolved.batch.micro * resolved.batch.accumulation;
+        let workers = resolved.config.data.workers;
+        Preprocessing { image_s, images, workers, step_s: image_s * images as f64 / workers.max(1) as f64 }
+    }
+
+    /// Seconds of a step that takes `compute_s` alone, of `ranks` with `threads` each on `cores`.
+    ///
+    /// Loader threads with cores of their own work beside the step, which waits for what they have
+    /// not finished. Without a free core each takes its time from the kernels of its rank: these
+    /// wait for their slowest thread, so what the others could do meanwhile is lost.
+    pub fn beside(&self, compute_s: f64, ranks: usize, threads: usize, cores: usize) -> f64 {
+        let own = self.image_s * self.images as f64;
+        match cores.saturating_sub(ranks * threads) {
+            0 => compute_s + own,
+            free => {
+                let loaders = (self.workers * ranks).clamp(1, free);
+                compute_s.max(own * ranks as f64 / loaders as f64)
+            }
+        }
+    }
 }
 
 impl StepNeeds {
@@ -81,5 +123,24 @@ impl StepNeeds {
         all.retain(|(_, bytes)| *bytes > 0);
         all.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Steps that were measured on two cores (docs/LOG.md, 2026-11-27), in milliseconds.
+    #[test]
+    fn loader_threads_without_a_core_take_their_time_from_the_kernels() {
+        let work = |image_s: f64, workers: usize| Preprocessing { image_s, images: 16, workers, step_s: 0.0 };
+        let close = |ours: f64, measured: f64| assert!((ours / measured - 1.0).abs() < 0.1, "{ours} {measured}");
+        close(work(2.46e-3, 1).beside(24.2e-3, 1, 2, 2), 63.6e-3);
+        close(work(2.48e-3, 2).beside(24.2e-3, 1, 2, 2), 61.0e-3);
+        close(work(0.85e-3, 1).beside(24.2e-3, 1, 2, 2), 40.9e-3);
+        // With cores of their own they hide, until there is more to do than the step takes.
+        assert_eq!(work(1e-3, 1).beside(24e-3, 1, 2, 4), 24e-3);
+        assert_eq!(work(4e-3, 2).beside(24e-3, 1, 2, 4), 32e-3);
+        assert_eq!(work(4e-3, 8).beside(24e-3, 2, 2, 8), 32e-3);
     }
 }

@@ -12,7 +12,7 @@ use crate::units::PatchEmbedding;
 use crate::{ModelError, Result};
 use std::ops::Range;
 use trainyard_tensor::ops::{ContextSegments, Segments};
-use trainyard_tensor::{Device, Purpose, Tensor};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// The target of a token that does not count in the loss.
 pub const IGNORED: i32 = -100;
@@ -124,12 +124,13 @@ impl ImageBatch {
                 images.patches.len()
             ));
         }
-        let mut rows = vec![0.0; m * width];
+        let patches = device.empty([m, width], DType::F32, Purpose::Data)?;
         let mut from = images.patches;
-        for bounds in slices.cu_seqlens.windows(2) {
+        for bounds in slices.cu_seqlens.windows(2).filter(|_| !device.is_meta()) {
             let (start, end) = (bounds[0] as usize, bounds[1] as usize);
             let (own, rest) = from.split_at((end - start - 1) * width);
-            rows[(start + 1) * width..end * width].copy_from_slice(own);
+            patches.view(start * width, [width])?.fill_zero()?;
+            patches.view((start + 1) * width, [own.len()])?.write(own)?;
             from = rest;
         }
         let put = |data: &[i32]| device.tensor([count], data, Purpose::Data);
@@ -141,7 +142,7 @@ impl ImageBatch {
             (None, _) => None,
         };
         Ok(ImageBatch {
-            patches: device.tensor([m, width], &rows, Purpose::Data)?,
+            patches,
             rows: put(starts)?,
             classes: classes.as_deref().map(put).transpose()?,
             mixed,

@@ -1,4 +1,4 @@
-//! Safetensors in and out, GGUF files in.
+//! Safetensors and GGUF files, in and out.
 
 mod common;
 
@@ -9,8 +9,11 @@ use serde_json::{Value, json};
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use trainyard_model::weights::{ExportOptions, WeightReader, WeightsError, export};
-use trainyard_model::{Model, ModelSpec, ParameterSpec, Piece, Split, TensorSplit, gguf, hf, initialise, preset};
+use trainyard_model::gguf::GgufOptions;
+use trainyard_model::weights::{
+    Encoding, ExportOptions, StoredDType, StoredTensor, TensorFile, WeightReader, WeightsError, export,
+};
+use trainyard_model::{Model, ModelError, ModelSpec, ParameterSpec, Piece, Split, TensorSplit, gguf, hf, initialise, preset};
 use trainyard_tensor::DType;
 use trainyard_tensor::cpu::{Cpu, Isa};
 
@@ -443,6 +446,104 @@ fn models_in_gguf_files_compute_what_transformers_does() {
         let error = relative_error(&got, &expected);
         assert!(error <= 1e-4, "{name}: logits differ by {error:e}");
     }
+}
+
+/// Writes a model as a GGUF file.
+fn write_gguf(path: &Path, model: &Model, reader: &WeightReader, encoding: Encoding) -> Result<(), ModelError> {
+    let options = GgufOptions { encoding, name: "tiny", tokenizer: None };
+    let written = gguf::export_gguf(path, model, &options, |unit, out| reader.read_unit(model, unit, out))?;
+    assert_eq!(written.0.files, [path]);
+    Ok(())
+}
+
+/// The tables of names and keys read backwards: the keys, names, shapes and weights of the files of
+/// the package `gguf`, to the bit where they are written in the same encoding.
+#[test]
+fn written_gguf_files_are_those_of_the_package_gguf() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("again.gguf");
+    let f32 = Encoding::Float(StoredDType::F32);
+    for name in GGUFS {
+        let (theirs, their_tensors) = gguf::open(&gguf_file(name)).unwrap();
+        let matrix = their_tensors.tensors().values().find(|tensor| tensor.shape.len() == 2).unwrap();
+        for encoding in [f32, matrix.encoding().unwrap()] {
+            let (model, reader) = open_gguf(&gguf_file(name), TensorSplit::WHOLE).unwrap();
+            write_gguf(&path, &model, &reader, encoding).unwrap();
+            let (again, read) = open_gguf(&path, TensorSplit::WHOLE).unwrap();
+            assert_eq!(again.spec(), model.spec(), "{name}");
+            for unit in 0..model.units().len() {
+                let values = |reader: &WeightReader| {
+                    let mut values = vec![0.0; model.layout(unit, 1).elements()];
+                    reader.read_unit(&model, unit, &mut values).unwrap();
+                    values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                };
+                assert!(values(&read) == values(&reader), "{name}, unit {unit}, {encoding:?}");
+            }
+            let (ours, our_tensors) = gguf::open(&path).unwrap();
+            let architecture = format!("{}.", theirs.text("general.architecture").unwrap());
+            for (key, value) in theirs.0.iter().filter(|(key, _)| key.starts_with(&architecture)) {
+                assert_eq!(ours.0.get(key), Some(value), "{name}: {key}");
+            }
+            let shapes = |file: &TensorFile| -> Vec<_> {
+                file.tensors().iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect()
+            };
+            assert_eq!(shapes(&our_tensors), shapes(&their_tensors), "{name}");
+            for (tensor, theirs) in their_tensors.tensors().iter().filter(|_| encoding != f32) {
+                let ours = &our_tensors.tensors()[tensor];
+                let bytes = |file: &TensorFile, tensor: &StoredTensor| {
+                    let mut bytes = vec![0; (tensor.range.end - tensor.range.start) as usize];
+                    file.read(tensor, 0, &mut bytes).unwrap();
+                    bytes
+                };
+                // Learned positions are f32 here, as llama.cpp converts them.
+                if !tensor.starts_with("position_embd") {
+                    assert_eq!(ours.dtype, theirs.dtype, "{name}: {tensor}");
+                    assert!(bytes(&our_tensors, ours) == bytes(&their_tensors, theirs), "{name}: {tensor}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn models_that_gguf_cannot_say_are_refused_before_anything_is_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.gguf");
+    let refused = |spec: ModelSpec, encoding: Encoding| {
+        let model = Model::new(spec).unwrap();
+        let options = GgufOptions { encoding, name: "m", tokenizer: None };
+        let zeros = |_: usize, _: &mut [f32]| Ok::<_, std::io::Error>(());
+        let error = gguf::export_gguf(&path, &model, &options, zeros).unwrap_err().to_string();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "{error}");
+        error
+    };
+    let f32 = Encoding::Float(StoredDType::F32);
+    let llama = ModelSpec::llama(64, 32, 2, 2, 64, 32);
+    let gpt2 = ModelSpec::gpt2(64, 32, 2, 2, 32);
+    let of = |name: &str| hf::from_config_json(&fs::read_to_string(golden(name).join("config.json")).unwrap()).unwrap().spec;
+    let windows = ModelSpec { sliding_layers: Some(vec![0]), attention_scalar: None, ..of("gemma3") };
+    for (spec, encoding, words) in [
+        (of("mixtral"), f32, "GGUF files of `mixtral` are not written; written are"),
+        (of("vit"), f32, "GGUF files of `vit` are not written"),
+        (llama, Encoding::Blocks(gguf::Quantisation::Q4K), "Q4_K is read and not written"),
+        (ModelSpec { qkv_bias: false, ..gpt2 }, f32, "would lose qkv_bias: it would say true where the model has false"),
+        (windows, f32, "would lose sliding_layers"),
+    ] {
+        let error = refused(spec, encoding);
+        assert!(error.contains(words), "{error:?} does not say {words:?}");
+    }
+    // Rows of 40 numbers are no blocks of 32.
+    let model = Model::new(ModelSpec { head_dim: 10, ..ModelSpec::llama(64, 40, 1, 4, 64, 32) }).unwrap();
+    let options =
+        GgufOptions { encoding: Encoding::Blocks(gguf::Quantisation::Q8_0), name: "m", tokenizer: None };
+    let (_, note) = gguf::export_gguf(&path, &model, &options, |_, out| {
+        out.fill(0.5);
+        Ok::<_, std::io::Error>(())
+    })
+    .unwrap();
+    assert!(note.unwrap().contains("matrices have rows that do not divide into blocks: they are f16"));
+    let (_, file) = gguf::open(&path).unwrap();
+    assert_eq!((&*file.tensors()["token_embd.weight"].dtype, &*file.tensors()["blk.0.ffn_down.weight"].dtype), ("F16", "Q8_0"));
 }
 
 /// Blocks and rows that are ordered otherwise are read in any pieces.

@@ -1,32 +1,25 @@
-//! A folder with ranges of objects that were read before.
+//! A folder with results of work that was done before: ranges of objects that were read, images
+//! that were decoded.
 //!
-//! An entry is one file: a line of JSON that says which range of which version of which object it
-//! holds, and the xxh3 hash of its bytes, then the bytes. An entry whose line differs from the
-//! request, or whose bytes do not have the hash, is not used and is removed. Entries appear by
-//! rename, so no process sees half of one.
+//! An entry is one file: a line of JSON with the identity of what it holds and the xxh3 hash of its
+//! bytes, then the bytes. An entry whose line differs from the request, or whose bytes do not have
+//! the hash, is not used and is removed. Entries appear by rename, so no process sees half of one.
 //!
-//! When the folder grows above its limit, the entries that were used least recently are removed.
 //! Each process counts what it adds, and lists the folder again after every sixteenth of the
 //! limit. Several processes may thus exceed it by a sixteenth each.
 
 use std::fs::{self, File, FileTimes};
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
-use crate::error::StoreError;
-
 /// Size of a cache unless another is asked for.
 pub const CACHE_BYTES: u64 = 16 << 30;
-
-/// Extension of entries. Other files in the folder are left alone.
-const EXTENSION: &str = "range";
 
 /// Extension of entries being written.
 const HALF: &str = "half";
@@ -34,8 +27,11 @@ const HALF: &str = "half";
 /// A half-written entry of this age was left by a process that was killed.
 const HALF_LEFT: Duration = Duration::from_secs(3600);
 
+/// An entry of a full cache that keeps its entries goes once it was not used for this time.
+const FORGOTTEN: Duration = Duration::from_secs(14 * 24 * 3600);
+
 /// Longest first line.
-const LINE_BYTES_MAX: usize = 16 << 10;
+const LINE_BYTES_MAX: u64 = 16 << 10;
 
 /// A cache on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,105 +42,133 @@ pub struct CacheOptions {
     pub bytes_max: u64,
 }
 
-/// The first line of an entry.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Entry {
-    pub(crate) object: String,
-    pub(crate) validator: String,
-    pub(crate) bytes: u64,
-    pub(crate) start: u64,
-    pub(crate) end: u64,
-    /// Set by the cache.
-    pub(crate) xxh3: String,
+/// The entries of a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kind {
+    /// What they are, in the plural.
+    pub what: &'static str,
+    /// Extension of their files. Other files in the folder are left alone.
+    pub extension: &'static str,
+    /// What a full cache does.
+    pub full: Full,
 }
 
+/// What a full cache does with one more entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Full {
+    /// The entries that were used least recently are removed.
+    Evicts,
+    /// It is not kept. A training passes over everything again and again in random order: half of
+    /// it, if it stays, is found by half of the readings; of the half that was used last, few are.
+    /// Entries that no one used for two weeks are removed.
+    Keeps,
+}
+
+/// The first line of an entry.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Line {
+    identity: String,
+    xxh3: String,
+}
+
+/// A cache that is open.
 #[derive(Debug)]
-pub(crate) struct Cache {
+pub struct Cache {
     options: CacheOptions,
+    kind: Kind,
     /// Bytes in the folder as it was listed last, and those added since.
     listed: Mutex<u64>,
     added: AtomicU64,
     /// Number of the next half-written entry of this process.
     number: AtomicU64,
     has_warned: AtomicBool,
+    /// True if an entry was not kept for want of room.
+    is_full: AtomicBool,
 }
 
 impl Cache {
-    pub(crate) fn open(options: &CacheOptions) -> Result<Self, StoreError> {
+    /// # Errors
+    /// The folder cannot be made or listed.
+    pub fn open(options: &CacheOptions, kind: Kind) -> std::io::Result<Self> {
         let cache = Self {
             options: options.clone(),
+            kind,
             listed: Mutex::new(0),
             added: AtomicU64::new(0),
             number: AtomicU64::new(0),
             has_warned: AtomicBool::new(false),
+            is_full: AtomicBool::new(false),
         };
-        let made = fs::create_dir_all(&options.folder).and_then(|()| cache.evict());
-        made.map_err(|error| {
-            let what = format!("cannot be used as a cache of objects ({error})");
-            StoreError::new(options.folder.display().to_string(), what, "choose another folder")
-        })?;
+        fs::create_dir_all(&options.folder)?;
+        cache.make_room()?;
         Ok(cache)
     }
 
     /// The bytes of an entry, verified; None if there is none.
-    pub(crate) fn get(&self, wanted: &Entry) -> Option<Bytes> {
-        let path = self.path(wanted);
-        let mut file = File::open(&path).ok()?;
-        let mut all = Vec::new();
-        file.read_to_end(&mut all).ok()?;
-        let found = check(&all, wanted);
+    pub fn get(&self, identity: &str) -> Option<Vec<u8>> {
+        let path = self.path(identity);
+        let file = File::open(&path).ok()?;
+        let found = read(&file, identity);
         if found.is_none() {
             let _ = fs::remove_file(&path);
             return None;
         }
         // The time of change is the time of the last use.
         let _ = file.set_times(FileTimes::new().set_modified(SystemTime::now()));
-        let begin = found?;
-        Some(Bytes::from(all).slice(begin..))
+        found
     }
 
-    /// Keeps the bytes of an entry. A failure costs only the entry; the first is reported.
-    pub(crate) fn put(&self, entry: &Entry, data: &[u8]) {
-        if let Err(error) = self.try_put(entry, data)
+    /// Keeps `parts`, one after the other, as the bytes of an entry. A failure costs only the
+    /// entry; the first is reported.
+    pub fn put(&self, identity: &str, parts: &[&[u8]]) {
+        if let Err(error) = self.try_put(identity, parts)
             && !self.has_warned.swap(true, Ordering::Relaxed)
         {
             let folder = self.options.folder.display();
-            tracing::warn!("the cache {folder} cannot be written ({error}); objects are read without it");
+            tracing::warn!("the cache {folder} cannot be written ({error}); {} are not kept", self.kind.what);
         }
     }
 
-    fn try_put(&self, entry: &Entry, data: &[u8]) -> std::io::Result<()> {
+    fn try_put(&self, identity: &str, parts: &[&[u8]]) -> std::io::Result<()> {
         let limit = self.options.bytes_max;
-        let size = data.len() as u64;
-        if size > limit / 2 {
+        let size: u64 = parts.iter().map(|part| part.len() as u64).sum();
+        if size > limit / 2 || self.kind.full == Full::Keeps && self.bytes() + size > limit {
+            self.is_full.store(true, Ordering::Relaxed);
             return Ok(());
         }
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let half = self.options.folder.join(format!("{}-{number}.{HALF}", std::process::id()));
-        let entry = Entry {
-            xxh3: format!("{:016x}", xxh3_64(data)),
-            object: entry.object.clone(),
-            validator: entry.validator.clone(),
-            ..*entry
-        };
-        let mut line = serde_json::to_vec(&entry)?;
+        let line = Line { identity: identity.to_owned(), xxh3: hash(parts) };
+        let mut line = serde_json::to_vec(&line)?;
         line.push(b'\n');
         let written = File::create(&half).and_then(|mut file| {
             file.write_all(&line)?;
-            file.write_all(data)?;
-            fs::rename(&half, self.path(&entry))
+            parts.iter().try_for_each(|part| file.write_all(part))?;
+            fs::rename(&half, self.path(identity))
         });
         if let Err(error) = written {
             let _ = fs::remove_file(&half);
             return Err(error);
         }
-        let added = self.added.fetch_add(size + line.len() as u64, Ordering::Relaxed) + size;
-        let listed = *self.listed.lock().expect("no thread panics with the lock");
-        if listed + added > limit || added > limit / 16 { self.evict() } else { Ok(()) }
+        let size = size + line.len() as u64;
+        let added = self.added.fetch_add(size, Ordering::Relaxed) + size;
+        let crowded = self.kind.full == Full::Evicts && self.bytes() > limit;
+        if crowded || added > limit / 16 { self.make_room() } else { Ok(()) }
     }
 
-    /// Lists the folder and removes entries until the rest is within the limit.
-    fn evict(&self) -> std::io::Result<()> {
+    /// Bytes of all entries, as far as this process knows.
+    pub fn bytes(&self) -> u64 {
+        *self.listed.lock().expect("no thread panics with the lock") + self.added.load(Ordering::Relaxed)
+    }
+
+    /// True if an entry was not kept for want of room.
+    pub fn is_full(&self) -> bool {
+        self.is_full.load(Ordering::Relaxed)
+    }
+
+    /// Lists the folder, and removes entries as the kind of cache says until the rest is within the
+    /// limit.
+    fn make_room(&self) -> std::io::Result<()> {
         let mut listed = self.listed.lock().expect("no thread panics with the lock");
         self.added.store(0, Ordering::Relaxed);
         let mut entries = Vec::new();
@@ -154,7 +178,7 @@ impl Cache {
             let Ok(about) = fs::metadata(&path) else { continue };
             let modified = about.modified().unwrap_or(SystemTime::UNIX_EPOCH);
             match path.extension().and_then(|extension| extension.to_str()) {
-                Some(EXTENSION) => entries.push((modified, about.len(), path)),
+                Some(extension) if extension == self.kind.extension => entries.push((modified, about.len(), path)),
                 Some(HALF) if modified.elapsed().is_ok_and(|age| age > HALF_LEFT) => {
                     let _ = fs::remove_file(&path);
                 }
@@ -165,8 +189,15 @@ impl Cache {
         entries.sort_unstable();
         // Room for the entries until the next listing.
         let limit = self.options.bytes_max - self.options.bytes_max / 16;
-        for (_, bytes, path) in &entries {
-            if total <= limit {
+        for (used, bytes, path) in &entries {
+            let stays = match self.kind.full {
+                Full::Evicts => false,
+                // A limit that was lowered holds too.
+                Full::Keeps => {
+                    total <= self.options.bytes_max && !used.elapsed().is_ok_and(|age| age > FORGOTTEN)
+                }
+            };
+            if total <= limit || stays {
                 break;
             }
             let _ = fs::remove_file(path);
@@ -176,38 +207,41 @@ impl Cache {
         Ok(())
     }
 
-    fn path(&self, entry: &Entry) -> PathBuf {
-        let Entry { object, validator, bytes, start, end, .. } = entry;
-        let identity = format!("{object}\n{validator}\n{bytes}\n{start}\n{end}");
-        self.options.folder.join(Path::new(&format!("{:032x}.{EXTENSION}", xxh3_128(identity.as_bytes()))))
+    fn path(&self, identity: &str) -> PathBuf {
+        let name = format!("{:032x}.{}", xxh3_128(identity.as_bytes()), self.kind.extension);
+        self.options.folder.join(Path::new(&name))
     }
 }
 
-/// The place where the bytes of an entry begin, if it is the one that is wanted and is undamaged.
-fn check(all: &[u8], wanted: &Entry) -> Option<usize> {
-    let end = all.iter().take(LINE_BYTES_MAX).position(|&byte| byte == b'\n')?;
-    let found: Entry = serde_json::from_slice(&all[..end]).ok()?;
-    let data = &all[end + 1..];
-    let is_wanted = (&found.object, &found.validator, found.bytes, found.start, found.end)
-        == (&wanted.object, &wanted.validator, wanted.bytes, wanted.start, wanted.end);
-    let is_whole = data.len() as u64 == wanted.end - wanted.start && found.xxh3 == format!("{:016x}", xxh3_64(data));
-    (is_wanted && is_whole).then_some(end + 1)
+fn hash(parts: &[&[u8]]) -> String {
+    let hash = match parts {
+        [all] => xxh3_64(all),
+        _ => {
+            let mut hash = xxhash_rust::xxh3::Xxh3::new();
+            parts.iter().for_each(|part| hash.update(part));
+            hash.digest()
+        }
+    };
+    format!("{hash:016x}")
+}
+
+/// The bytes of an entry, if it is the one that is wanted and is undamaged.
+fn read(file: &File, identity: &str) -> Option<Vec<u8>> {
+    let size = file.metadata().ok()?.len();
+    let mut reader = BufReader::with_capacity(4096, file);
+    let mut line = Vec::new();
+    reader.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).ok()?;
+    let found: Line = serde_json::from_slice(&line).ok()?;
+    let mut data = Vec::with_capacity(size.saturating_sub(line.len() as u64) as usize);
+    reader.read_to_end(&mut data).ok()?;
+    (found.identity == identity && found.xxh3 == hash(&[&data])).then_some(data)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn entry(start: u64) -> Entry {
-        Entry {
-            object: "s3://b/k".into(),
-            validator: "v1".into(),
-            bytes: 4000,
-            start,
-            end: start + 1000,
-            xxh3: String::new(),
-        }
-    }
+    const RANGES: Kind = Kind { what: "objects", extension: "range", full: Full::Evicts };
 
     fn files(folder: &Path) -> Vec<PathBuf> {
         let mut files: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|f| f.unwrap().path()).collect();
@@ -215,57 +249,90 @@ mod tests {
         files
     }
 
+    fn bytes(folder: &Path) -> u64 {
+        files(folder).iter().map(|file| fs::metadata(file).unwrap().len()).sum()
+    }
+
+    /// Says that an entry was last used at this time.
+    fn used(cache: &Cache, identity: &str, time: SystemTime) {
+        let file = File::open(cache.path(identity)).unwrap();
+        file.set_times(FileTimes::new().set_modified(time)).unwrap();
+    }
+
     #[test]
-    fn only_whole_entries_of_the_same_version_are_used() {
+    fn only_whole_entries_with_the_same_identity_are_used() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(&CacheOptions { folder: folder.path().into(), bytes_max: 1 << 20 }).unwrap();
-        let data: Vec<u8> = (0..1000u32).map(|i| i as u8).collect();
-        cache.put(&entry(0), &data);
-        assert_eq!(cache.get(&entry(0)).unwrap(), data);
-        assert!(cache.get(&entry(1000)).is_none());
-        assert!(cache.get(&Entry { validator: "v2".into(), ..entry(0) }).is_none());
-        // Each way of damage: a byte changed, the end cut off, nothing left.
+        let cache = Cache::open(&CacheOptions { folder: folder.path().into(), bytes_max: 1 << 20 }, RANGES).unwrap();
+        let data: Vec<u8> = (0..10_000u32).map(|i| i as u8).collect();
+        cache.put("a\nv1", &[&data[..10], &data[10..]]);
+        assert_eq!(cache.get("a\nv1").unwrap(), data);
+        assert!(cache.get("a\nv2").is_none());
+        // Each way of damage: a byte changed, the end cut off, nothing left, another entry.
         let file = &files(folder.path())[0];
         let whole = fs::read(file).unwrap();
         let mut changed = whole.clone();
         *changed.last_mut().unwrap() ^= 1;
-        for damaged in [&changed[..], &whole[..whole.len() - 1], &whole[..20], &[]] {
+        let mut other = whole.clone();
+        let at = whole.windows(2).position(|pair| pair == b"v1").unwrap();
+        other[at + 1] = b'2';
+        for damaged in [&changed[..], &whole[..whole.len() - 1], &whole[..20], &[], &other] {
             fs::write(file, damaged).unwrap();
-            assert!(cache.get(&entry(0)).is_none());
+            assert!(cache.get("a\nv1").is_none());
             assert!(!file.exists(), "a damaged entry is removed");
         }
         // A half-written entry is no entry.
         fs::write(folder.path().join("1-0.half"), &whole).unwrap();
-        assert!(cache.get(&entry(0)).is_none());
+        assert!(cache.get("a\nv1").is_none());
         fs::write(file, &whole).unwrap();
-        assert_eq!(cache.get(&entry(0)).unwrap(), data);
+        assert_eq!(cache.get("a\nv1").unwrap(), data);
     }
 
     #[test]
     fn what_was_used_least_recently_is_evicted() {
         let folder = tempfile::tempdir().unwrap();
-        let open = || Cache::open(&CacheOptions { folder: folder.path().into(), bytes_max: 4000 }).unwrap();
+        let open = || Cache::open(&CacheOptions { folder: folder.path().into(), bytes_max: 4000 }, RANGES).unwrap();
         let cache = open();
-        let used = |start: u64, second: u64| {
-            let file = File::open(cache.path(&entry(start))).unwrap();
-            file.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)))
-                .unwrap();
-        };
         fs::write(folder.path().join("other.txt"), "of someone else").unwrap();
-        for start in 0..3 {
-            cache.put(&entry(start), &[start as u8; 1000]);
-            used(start, start);
+        for (second, identity) in ["0", "1", "2"].iter().enumerate() {
+            cache.put(identity, &[&[second as u8; 1000]]);
+            used(&cache, identity, SystemTime::UNIX_EPOCH + Duration::from_secs(second as u64));
         }
         // Entry 0 is read again, by another process, and 1 is then the oldest.
-        assert!(open().get(&entry(0)).is_some());
-        cache.put(&entry(3), &[3; 1000]);
-        assert!(cache.get(&entry(1)).is_none(), "evicted");
-        assert!([0, 2, 3].iter().all(|&start| cache.get(&entry(start)).is_some()));
-        let total: u64 = files(folder.path()).iter().map(|file| fs::metadata(file).unwrap().len()).sum();
-        assert!(total <= 4000, "{total}");
+        assert!(open().get("0").is_some());
+        cache.put("3", &[&[3; 1000]]);
+        assert!(cache.get("1").is_none(), "evicted");
+        assert!(["0", "2", "3"].iter().all(|identity| cache.get(identity).is_some()));
+        assert!(bytes(folder.path()) <= 4000);
         assert!(folder.path().join("other.txt").exists());
         // An entry that would fill the cache alone is not kept.
-        cache.put(&Entry { end: 4000, ..entry(0) }, &[0; 4000]);
-        assert!(cache.get(&Entry { end: 4000, ..entry(0) }).is_none());
+        cache.put("4", &[&[0; 4000]]);
+        assert!(cache.get("4").is_none());
+    }
+
+    #[test]
+    fn a_cache_that_keeps_takes_no_more_when_it_is_full() {
+        let folder = tempfile::tempdir().unwrap();
+        let kind = Kind { what: "images", extension: "rgb", full: Full::Keeps };
+        let open =
+            |bytes_max| Cache::open(&CacheOptions { folder: folder.path().into(), bytes_max }, kind).unwrap();
+        let cache = open(4000);
+        let all: Vec<String> = (0..6).map(|i| i.to_string()).collect();
+        for identity in &all {
+            cache.put(identity, &[&[7; 1000]]);
+        }
+        let kept = |cache: &Cache| all.iter().filter(|identity| cache.get(identity).is_some()).count();
+        assert_eq!(kept(&cache), 3, "with their first lines three fit");
+        assert!(cache.get("0").is_some() && bytes(folder.path()) <= 4000);
+        // One that no one used for a month makes room, and only when there is none.
+        used(&cache, "1", SystemTime::now() - Duration::from_secs(30 * 24 * 3600));
+        assert_eq!(kept(&open(1 << 20)), 3);
+        used(&cache, "1", SystemTime::now() - Duration::from_secs(30 * 24 * 3600));
+        let cache = open(3200);
+        assert!(cache.get("1").is_none() && cache.get("0").is_some());
+        cache.put("9", &[&[7; 1000]]);
+        assert!(cache.get("9").is_some());
+        // A lower limit removes entries whoever used them.
+        open(1500);
+        assert_eq!(files(folder.path()).len(), 1);
     }
 }

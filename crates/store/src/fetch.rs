@@ -14,7 +14,6 @@ use tokio::task::spawn_blocking;
 use tokio::time::{sleep, timeout};
 
 use crate::address::Scheme;
-use crate::cache::Entry;
 use crate::client::{SEEN, Seen};
 use crate::error::StoreError;
 use crate::object::Object;
@@ -192,18 +191,18 @@ pub(crate) async fn range(object: &Object, range: Range<u64>) -> Result<Bytes, S
     let inner = &object.0;
     let shared = inner.store.clone();
     let is_cached = shared.0.cache.is_some();
-    let entry = || {
-        let validator = inner.about.validator().filter(|_| is_cached)?.to_owned();
-        let (object, bytes) = (inner.name.clone(), inner.about.bytes);
-        Some(Entry { object, validator, bytes, start: range.start, end: range.end, xxh3: String::new() })
+    let identity = || {
+        let validator = inner.about.validator().filter(|_| is_cached)?;
+        let (name, bytes) = (&inner.name, inner.about.bytes);
+        Some(format!("{name}\n{validator}\n{bytes}\n{}\n{}", range.start, range.end))
     };
     let stopped = |_| StoreError::stopped(&inner.name);
-    if let Some(entry) = entry() {
+    if let Some(identity) = identity() {
         let shared = shared.clone();
-        let found = spawn_blocking(move || shared.0.cache.as_ref().and_then(|cache| cache.get(&entry)));
+        let found = spawn_blocking(move || shared.0.cache.as_ref().and_then(|cache| cache.get(&identity)));
         if let Some(found) = found.await.map_err(stopped)? {
             Counters::add(&inner.store.0.traffic.cache_bytes, found.len() as u64);
-            return Ok(found);
+            return Ok(found.into());
         }
     }
     let room = Vec::with_capacity((range.end - range.start) as usize);
@@ -211,11 +210,11 @@ pub(crate) async fn range(object: &Object, range: Range<u64>) -> Result<Bytes, S
     complete(object, &mut progress).await?;
     let Sink::Memory(data) = progress.sink else { return Err(StoreError::stopped(&inner.name)) };
     let data = Bytes::from(data);
-    if let Some(entry) = entry() {
+    if let Some(identity) = identity() {
         let kept = data.clone();
         let put = spawn_blocking(move || {
             if let Some(cache) = &shared.0.cache {
-                cache.put(&entry, &kept);
+                cache.put(&identity, &[&kept]);
             }
         });
         put.await.map_err(stopped)?;

@@ -12,7 +12,8 @@
 //!
 //! All requests run on one background thread. No caller sees a future.
 //!
-//! This crate never writes to a store, and it knows no file formats.
+//! This crate never writes to a store, and it knows no file formats. Its [`Cache`] on disk serves
+//! other slow work too.
 
 mod address;
 mod cache;
@@ -26,7 +27,7 @@ mod reader;
 mod remote;
 
 pub use address::is_url;
-pub use cache::{CACHE_BYTES, CacheOptions};
+pub use cache::{CACHE_BYTES, Cache, CacheOptions, Full, Kind};
 pub use error::StoreError;
 pub use object::{Object, Request};
 pub use reader::ObjectReader;
@@ -39,8 +40,10 @@ use std::time::Duration;
 use object_store::ObjectStore;
 use tokio::runtime::{Builder, Handle};
 
-use cache::Cache;
 use client::Client;
+
+/// Ranges of objects that were read before.
+const RANGES: Kind = Kind { what: "objects", extension: "range", full: Full::Evicts };
 
 /// The way in which objects are read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -130,7 +133,13 @@ impl Store {
     /// The folder of the cache cannot be made, or the thread for requests cannot be started.
     pub fn new(options: StoreOptions) -> Result<Self, StoreError> {
         requests()?;
-        let cache = options.cache.as_ref().map(Cache::open).transpose()?;
+        let cache = |cache: &CacheOptions| {
+            Cache::open(cache, RANGES).map_err(|error| {
+                let what = format!("cannot be used as a cache of {} ({error})", RANGES.what);
+                StoreError::new(cache.folder.display().to_string(), what, "choose another folder")
+            })
+        };
+        let cache = options.cache.as_ref().map(cache).transpose()?;
         let traffic = Arc::new(Counters::default());
         let client = Client::new(traffic.clone());
         Ok(Self(Arc::new(Shared { options, cache, client, buckets: Mutex::default(), traffic })))

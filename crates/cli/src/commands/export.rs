@@ -1,10 +1,11 @@
-//! `trainyard export`: a trained model as a Hugging Face folder.
+//! `trainyard export`: a trained model as a Hugging Face folder or a GGUF file.
 
 use super::{CheckpointArgs, Precision};
 use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
+use trainyard_data::Tokenizer;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
 use trainyard_engine::pretrained::config_text;
@@ -12,20 +13,30 @@ use trainyard_engine::session::files;
 use trainyard_engine::shape;
 use trainyard_engine::trained::{Runtime, Trained, open_trained};
 use trainyard_model::Model;
-use trainyard_model::weights::{ExportOptions, export, export_adapter};
+use trainyard_model::gguf::{GgufOptions, Quantisation, export_gguf};
+use trainyard_model::weights::{Encoding, ExportOptions, StoredDType, export, export_adapter};
 use trainyard_tensor::DType;
 
-/// Write a run's model as a Hugging Face folder that transformers loads: weights, config.json,
-/// tokenizer.
+/// Write a run's model as a Hugging Face folder that transformers loads (weights, config.json,
+/// tokenizer), or as one GGUF file for llama.cpp.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run's folder, or a Hugging Face folder.
+    /// A run's folder, a Hugging Face folder, or a GGUF file.
     model: PathBuf,
     #[command(flatten)]
     checkpoint: CheckpointArgs,
-    /// The folder to write.
-    #[arg(long, value_name = "DIR")]
+    /// The folder to write, or the .gguf file.
+    #[arg(long, value_name = "PATH")]
     out: PathBuf,
+    /// What to write. Unset: gguf if --out ends with .gguf, else hugging-face.
+    #[arg(long)]
+    format: Option<Format>,
+    /// Round matrices to blocks of 32 with a scale, in a GGUF file.
+    #[arg(long, value_name = "KIND", conflicts_with_all = ["dtype", "adapter"])]
+    quantize: Option<Blocks>,
+    /// Write no tokenizer into a GGUF file.
+    #[arg(long)]
+    no_tokenizer: bool,
     /// Write the run's adapters alone, as a PEFT folder. Without this they are merged into the
     /// weights.
     #[arg(long, conflicts_with_all = ["dtype", "max_shard_size"])]
@@ -37,6 +48,41 @@ pub struct Args {
     /// The most bytes of one file: "5GB", "512MiB".
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     max_shard_size: u64,
+}
+
+/// The form of what is written.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    HuggingFace,
+    Gguf,
+}
+
+/// The kinds of blocks that are written.
+#[derive(Clone, Copy, clap::ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Blocks {
+    #[value(name = "q8_0")]
+    Q8,
+    #[value(name = "q5_1")]
+    Q5One,
+    #[value(name = "q5_0")]
+    Q5,
+    #[value(name = "q4_1")]
+    Q4One,
+    #[value(name = "q4_0")]
+    Q4,
+}
+
+impl Blocks {
+    fn kind(self) -> Quantisation {
+        match self {
+            Blocks::Q8 => Quantisation::Q8_0,
+            Blocks::Q5One => Quantisation::Q5_1,
+            Blocks::Q5 => Quantisation::Q5_0,
+            Blocks::Q4One => Quantisation::Q4_1,
+            Blocks::Q4 => Quantisation::Q4_0,
+        }
+    }
 }
 
 pub fn parse_size(text: &str) -> Result<u64, String> {
@@ -87,8 +133,58 @@ fn adapter(args: &Args, trained: &Trained) -> Result<()> {
     Ok(())
 }
 
+/// Writes a GGUF file.
+fn gguf(args: &Args, trained: &Trained) -> Result<()> {
+    let (dtype, because) = stored_dtype(args.dtype, &args.model, Some(trained))?;
+    let encoding = match (args.quantize, dtype) {
+        (Some(blocks), _) => Encoding::Blocks(blocks.kind()),
+        (None, DType::BF16) => Encoding::Float(StoredDType::BF16),
+        (None, DType::F16) => Encoding::Float(StoredDType::F16),
+        (None, _) => Encoding::Float(StoredDType::F32),
+    };
+    let name = args.model.file_stem().unwrap_or(args.model.as_os_str()).to_string_lossy();
+    let tokenizer = trained.tokenizer.as_ref().filter(|_| !args.no_tokenizer).map(Tokenizer::hugging_face_json);
+    let options = GgufOptions { encoding, name: &name, tokenizer: tokenizer.as_deref() };
+    let values = |unit: usize, out: &mut [f32]| -> Result<(), EngineError> { trained.merged_unit(unit, out) };
+    let model = Model::new(trained.spec.clone())?;
+    let (exported, odd) = export_gguf(&args.out, &model, &options, values)
+        .with_context(|| format!("cannot export to {}", args.out.display()))?;
+    odd.iter().for_each(|line| note(line));
+    let step = trained.run.as_ref().map_or(String::new(), |run| format!(" ({})", run.weights_in_words()));
+    print(format_args!(
+        "{}{step}: {} of weights in {}{}, {} in {}\n",
+        args.model.display(),
+        format_bytes(exported.bytes),
+        encoding.name(),
+        if args.quantize.is_some() { "" } else { because },
+        if tokenizer.is_some() { "tokenizer" } else { "no tokenizer" },
+        args.out.display()
+    ))
+}
+
+/// Checks the options that belong to one format.
+fn check_format(args: &Args) -> Result<Format> {
+    let is_gguf = args.out.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    let format = args.format.unwrap_or(if is_gguf { Format::Gguf } else { Format::HuggingFace });
+    match format {
+        Format::HuggingFace if args.quantize.is_some() => {
+            bail!("--quantize rounds to the blocks of GGUF files: give --format gguf, or use `trainyard quantize`")
+        }
+        Format::HuggingFace if args.no_tokenizer => bail!("--no-tokenizer is of GGUF files: give --format gguf"),
+        Format::Gguf if args.adapter => bail!("--adapter writes a PEFT folder: leave --format gguf out"),
+        Format::Gguf if args.out.is_dir() => {
+            bail!("{} is a folder, and a GGUF file is one file: give --out NAME.gguf", args.out.display())
+        }
+        Format::Gguf if !is_gguf => {
+            bail!("{} does not end with .gguf, by which files of the format are known", args.out.display())
+        }
+        _ => Ok(format),
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
+    let format = check_format(args)?;
     if args.out.join(files::CONFIG).exists() {
         bail!("{} is the folder of a run: give --out a folder of its own", args.out.display());
     }
@@ -103,6 +199,9 @@ pub fn run(args: &Args) -> Result<()> {
         .with_context(|| format!("cannot open the model {}", args.model.display()))?;
     if args.adapter {
         return adapter(args, &trained);
+    }
+    if format == Format::Gguf {
+        return gguf(args, &trained);
     }
     let (dtype, because) = stored_dtype(args.dtype, &args.model, Some(&trained))?;
     let generation = super::generation_config(&args.model)?;

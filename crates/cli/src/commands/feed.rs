@@ -1,6 +1,7 @@
 //! `trainyard data bench` and `data warm`: how fast token files feed a training, and reading them
 //! ahead.
 
+use super::export::parse_size;
 use crate::output::{count, print};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -8,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trainyard_base::format_bytes;
+use trainyard_data::corpus::{CACHE_BYTES, CacheOptions};
 use trainyard_data::{
     Dataset, DatasetSpec, IndexedTokens, Loader, LoaderConfig, PackingReport, Position, Sampling, Source, Transforms,
     packing_report,
@@ -29,9 +31,12 @@ pub struct BenchArgs {
     /// Sequences of a micro-batch.
     #[arg(long, default_value_t = 8)]
     micro_batch_size: usize,
-    /// Measure images instead: folders with a sub-folder for each class, or WebDataset .tar shards.
+    /// Measure images instead: folders with a sub-folder for each class, WebDataset .tar shards, or
+    /// .parquet files.
     #[arg(long)]
     images: bool,
+    #[command(flatten)]
+    cache: ImageCacheArgs,
     /// Side of the square that images are cropped to, with `--images`.
     #[arg(long, default_value_t = 224, requires = "images")]
     image_size: usize,
@@ -49,12 +54,39 @@ pub struct BenchArgs {
     json: bool,
 }
 
-/// Read token files into memory, so that the first steps of a training do not wait for the disk.
+/// Read token files into memory, so that the first steps of a training do not wait for the disk; or
+/// decode images into a cache.
 #[derive(clap::Args)]
 pub struct WarmArgs {
-    /// Token files: the OUT of `data prepare`, or a .bin or .idx.
+    /// Token files: the OUT of `data prepare`, or a .bin or .idx. Images with `--images`.
     #[arg(required = true)]
     tokens: Vec<PathBuf>,
+    /// Decode images into the cache, for a training with `images.cache`.
+    #[arg(long, requires = "image_cache")]
+    images: bool,
+    #[command(flatten)]
+    cache: ImageCacheArgs,
+    /// Threads that decode, with `--images`. Unset: one for each core.
+    #[arg(long, requires = "images")]
+    workers: Option<usize>,
+}
+
+/// The cache of decoded images.
+#[derive(clap::Args)]
+struct ImageCacheArgs {
+    /// The folder that keeps decoded images, with `--images`.
+    #[arg(long, value_name = "DIR", requires = "images")]
+    image_cache: Option<PathBuf>,
+    /// The most bytes in it: "100GB". Unset: 16 GiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "image_cache")]
+    image_cache_size: Option<u64>,
+}
+
+impl ImageCacheArgs {
+    fn options(&self) -> Option<CacheOptions> {
+        let bytes_max = self.image_cache_size.unwrap_or(CACHE_BYTES);
+        self.image_cache.clone().map(|folder| CacheOptions { folder, bytes_max })
+    }
 }
 
 /// The figures of a method of sampling.
@@ -89,6 +121,7 @@ pub fn run_bench(args: &BenchArgs) -> Result<()> {
             patch_size: args.patch_size,
             micro_batch_size: args.micro_batch_size,
             workers: args.workers,
+            cache: args.cache.options(),
             seconds: args.seconds,
             json: args.json,
         });
@@ -185,6 +218,10 @@ fn measure(args: &BenchArgs, prefixes: &[PathBuf], sampling: Sampling) -> Result
 
 /// Runs `data warm`.
 pub fn run_warm(args: &WarmArgs) -> Result<()> {
+    if let (true, Some(cache)) = (args.images, args.cache.options()) {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        return super::images::warm(&args.tokens, &cache, args.workers.unwrap_or(cores).max(1));
+    }
     for prefix in prefixes(&args.tokens)? {
         let corpus = IndexedTokens::open(&prefix)?;
         let begin = Instant::now();

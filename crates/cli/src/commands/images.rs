@@ -1,13 +1,16 @@
 //! `trainyard data inspect --images` and `data bench --images`: the classes and sizes of a set of
-//! images, and how fast the loader decodes and augments it.
+//! images, and how fast the loader decodes and augments it; `data warm --images`.
 
-use crate::output::{count, print};
-use anyhow::{Context, Result};
+use crate::output::{count, note, print};
+use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_base::format_bytes;
+use trainyard_data::corpus::CacheOptions;
+use trainyard_data::images::Decoded;
 use trainyard_data::{DataError, ImageIndex, ImageSet, ImageSpec, IndexOptions, Loader, LoaderConfig, Position};
 
 /// Images that are decoded for the sizes.
@@ -90,6 +93,7 @@ pub struct Bench<'a> {
     pub patch_size: usize,
     pub micro_batch_size: usize,
     pub workers: usize,
+    pub cache: Option<CacheOptions>,
     pub seconds: f64,
     pub json: bool,
 }
@@ -100,11 +104,17 @@ struct Figures {
     workers: usize,
     images_per_second: f64,
     images_per_second_per_core: f64,
+    /// The share of images that were read decoded.
+    cached: Option<f64>,
 }
 
 /// Runs `data bench --images`.
 pub fn bench(args: &Bench<'_>) -> Result<()> {
-    let index = open(args.sources)?;
+    let decoded = args.cache.as_ref().map(Decoded::open).transpose()?.map(Arc::new);
+    let mut index = open(args.sources)?;
+    if let Some(decoded) = &decoded {
+        index = index.keeping(Arc::clone(decoded));
+    }
     let images = index.len();
     let set = Arc::new(ImageSet::new(index, ImageSpec::new(args.image_size, args.patch_size))?);
     let config =
@@ -125,12 +135,14 @@ pub fn bench(args: &Bench<'_>) -> Result<()> {
         workers: args.workers,
         images_per_second,
         images_per_second_per_core: images_per_second / args.workers.max(1) as f64,
+        cached: decoded.and_then(|decoded| decoded.found()),
     };
     if args.json {
         return print(format_args!("{}\n", serde_json::to_string(&figures)?));
     }
+    let cached = figures.cached.map_or(String::new(), |share| format!(", {:.1} % from the cache", 1e2 * share));
     print(format_args!(
-        "{} images to {} x {} pixels: {:.1} images/s by {} threads, {:.1} a core\n",
+        "{} images to {} x {} pixels: {:.1} images/s by {} threads, {:.1} a core{cached}\n",
         count(images as u64),
         args.image_size,
         args.image_size,
@@ -138,6 +150,53 @@ pub fn bench(args: &Bench<'_>) -> Result<()> {
         args.workers.max(1),
         figures.images_per_second_per_core,
     ))
+}
+
+/// Runs `data warm --images`.
+pub fn warm(sources: &[PathBuf], cache: &CacheOptions, workers: usize) -> Result<()> {
+    let decoded = Arc::new(Decoded::open(cache)?);
+    let index = open(sources)?.keeping(Arc::clone(&decoded));
+    let begin = Instant::now();
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<usize> {
+        let mut invalid = 0;
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= index.len() {
+                return Ok(invalid);
+            }
+            match index.decoded(i) {
+                Ok(_) => {}
+                Err(error @ DataError::Input { .. }) => {
+                    note(&format!("{error}"));
+                    invalid += 1;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    };
+    let invalid: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        let results = threads.into_iter().map(|thread| thread.join().map_err(|_| DataError::Worker { doing: "decoding" })?);
+        results.sum::<Result<usize>>()
+    })?;
+    let seconds = begin.elapsed().as_secs_f64();
+    let found = 1e2 * decoded.found().unwrap_or(0.0);
+    let (bytes, is_full) = decoded.bytes();
+    print(format_args!(
+        "{} images in {seconds:.2} s, {found:.1} % of them decoded before; {} in {}{}\n",
+        count(index.len() as u64),
+        format_bytes(bytes),
+        cache.folder.display(),
+        match is_full {
+            true => ", which is full: the other images are decoded every time",
+            false => "",
+        }
+    ))?;
+    if invalid > 0 {
+        bail!("{invalid} images cannot be decoded: remove them, or train with images.skip_invalid = true");
+    }
+    Ok(())
 }
 
 fn open(sources: &[PathBuf]) -> Result<ImageIndex> {

@@ -23,6 +23,7 @@ use trainyard_engine::early_stopping::StoppedEarly;
 use trainyard_engine::faults::{Faults, VARIABLE};
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::metrics::progress::{self, Progress};
+use trainyard_engine::predict::Preprocessing;
 use trainyard_engine::resume::{GoingOn, ModelChange, rate_change, twice_as_long};
 use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
@@ -697,12 +698,18 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
             Some(images) => format!("{} images/s", count((summary.tps_median / images.positions() as f64) as u64)),
             None => format!("{} tokens/s", count(summary.tps_median as u64)),
         };
+        let preprocessing = session.time.as_ref().ok().and_then(|time| time.preprocessing);
+        let preparing = preprocessing.map_or(String::new(), |work| {
+            let Preprocessing { image_s, images, workers, step_s } = work;
+            let (each, all) = (1e3 * image_s, 1e3 * step_s);
+            format!("; {each:.2} ms for an image, {all:.1} ms for the {images} of a step with data.workers = {workers}")
+        });
         let staleness = summary.staleness.as_deref().map(staleness).unwrap_or_default();
         text += &format!(
             "speed        {speed}{share}\n\
              {}\
              {}\
-             data         {:.3} % of the time waiting for it\n\
+             data         {:.3} % of the time waiting for it{preparing}\n\
              {exchange}\
              {staleness}\
              first step   done {:.2} s after the program's start\n",

@@ -18,6 +18,7 @@ use trainyard_tensor::mapped::MappedFile;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::decode::{Rgb, decode};
+use super::decoded::{Decoded, identity};
 use super::parquet::{Row, Rows};
 use crate::corpus::expand;
 use crate::error::{DataError, Result};
@@ -35,7 +36,7 @@ const LABEL_BYTES_MAX: u64 = 1 << 20;
 /// Random streams count images by 32 bits.
 const IMAGES_MAX: usize = u32::MAX as usize;
 
-const REPAIR: &str = "repair or remove it, or skip invalid images";
+const REPAIR: &str = "repair or remove it, or set images.skip_invalid = true";
 const CONVERT: &str = "convert it to JPEG, PNG or WebP";
 const LAYOUT: &str = "give a folder with one sub-folder for each class, WebDataset .tar shards or .parquet files";
 
@@ -53,6 +54,7 @@ pub struct ImageIndex {
     shards: Arc<Vec<Shard>>,
     entries: Vec<Entry>,
     classes: Arc<Vec<String>>,
+    decoded: Option<Arc<Decoded>>,
 }
 
 /// A folder or a file of images.
@@ -164,7 +166,7 @@ impl ImageIndex {
             entry.class = class;
             entries.push(entry);
         }
-        Ok(Self { shards: Arc::new(shards), entries, classes: Arc::new(classes) })
+        Ok(Self { shards: Arc::new(shards), entries, classes: Arc::new(classes), decoded: None })
     }
 
     /// Number of images.
@@ -217,7 +219,7 @@ impl ImageIndex {
             let what = format!("is {fraction}");
             return Err(DataError::setting("validation_fraction", what, "take a fraction from 0 to below 1"));
         }
-        let part = |entries| Self { shards: Arc::clone(&self.shards), entries, classes: Arc::clone(&self.classes) };
+        let part = |entries| Self { entries, ..self.without_images() };
         if fraction == 0.0 {
             return Ok((self.clone(), part(Vec::new())));
         }
@@ -236,6 +238,17 @@ impl ImageIndex {
             });
         }
         Ok((part(train), part(held_back)))
+    }
+
+    fn without_images(&self) -> Self {
+        let (shards, classes) = (Arc::clone(&self.shards), Arc::clone(&self.classes));
+        Self { shards, entries: Vec::new(), classes, decoded: self.decoded.clone() }
+    }
+
+    /// Reads from `decoded` what was decoded before, and keeps there what was not.
+    pub fn keeping(mut self, decoded: Arc<Decoded>) -> Self {
+        self.decoded = Some(decoded);
+        self
     }
 
     /// The first `images` images, for example for an evaluation of a part.
@@ -257,12 +270,24 @@ impl ImageIndex {
         }
     }
 
-    /// Decodes image `i`.
+    /// Decodes image `i`, or reads it where it was decoded before.
     ///
     /// # Errors
     /// [`DataError::Input`] if the image is damaged; any other if it cannot be read.
     pub fn decoded(&self, i: usize) -> Result<Rgb> {
-        self.with_bytes(i, |bytes| decode(bytes).map_err(|what| DataError::input(&self.name(i), None, what, REPAIR)))
+        let decode =
+            |bytes: &[u8]| decode(bytes).map_err(|what| DataError::input(&self.name(i), None, what, REPAIR));
+        let Some(decoded) = &self.decoded else { return self.with_bytes(i, decode) };
+        match &self.shards[self.entries[i].shard as usize].images {
+            // The pages around a row are not unpacked for its identity.
+            Images::Parquet(rows) => {
+                let identity = rows.identity(self.entries[i].place);
+                decoded.get_or(identity, || self.with_bytes(i, decode))
+            }
+            Images::Folder | Images::Tar(_) => {
+                self.with_bytes(i, |bytes| decoded.get_or(identity(bytes), || decode(bytes)))
+            }
+        }
     }
 
     /// Gives the encoded bytes of image `i` to `read`.

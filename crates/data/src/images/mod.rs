@@ -5,6 +5,7 @@
 //! |---|---|---|
 //! | [`index`] | folders, tar shards, Parquet files | [`ImageIndex`]: place and class of an image |
 //! | [`decode`] | JPEG, PNG or WebP | 8-bit RGB, upright, within a limit of pixels |
+//! | [`decoded`] | decoded images | the same in the next epoch, from disk |
 //! | [`transform`] | RGB of any size | a square, by a random crop or by the crop of evaluation |
 //! | [`colour`], [`rand_augment`] | a square | the square in other colours, sheared, … |
 //! | [`set`] | index, specification | [`MicroBatch`](crate::MicroBatch)es of normalised patches |
@@ -13,10 +14,12 @@
 //! epoch), and an image's augmentation is a function of (seed, epoch, image). Neither depends on
 //! workers, ranks or micro-batches.
 //!
-//! Images are read where they lie: nothing is unpacked, and no decoded copy is kept.
+//! Images are read where they lie: nothing is unpacked, and a decoded copy is kept only where the
+//! user says ([`decoded`]).
 
 pub mod colour;
 pub mod decode;
+pub mod decoded;
 mod draws;
 pub mod index;
 mod parquet;
@@ -28,6 +31,7 @@ pub mod transform;
 use serde::{Deserialize, Serialize};
 
 pub use decode::{Rgb, decode};
+pub use decoded::Decoded;
 pub use index::{ImageIndex, IndexOptions};
 pub use set::{ImageEvaluation, ImageSet, ImageSpec};
 

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,6 +20,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::schema::types::SchemaDescriptor;
 use serde_json::Value;
 use trainyard_tensor::mapped::MappedFile;
+use xxhash_rust::xxh3::xxh3_128;
 
 use super::index::{Label, label_of_number, label_of_text};
 use crate::corpus::parquet_fault;
@@ -28,6 +30,8 @@ use crate::error::{DataError, Result};
 const CLASS_COLUMNS: [&str; 4] = ["label", "labels", "class", "cls"];
 /// The key of the metadata of Hugging Face's `datasets`.
 const METADATA: &str = "huggingface";
+/// Bytes at the end of a file by which it is identified. Its footer stands there.
+const IDENTIFYING_BYTES: usize = 1 << 20;
 const AGAIN: &str = "fetch or write the file again";
 
 /// The images of a file.
@@ -37,6 +41,8 @@ pub(super) struct Rows {
     map: Arc<MappedFile>,
     /// The column with the encoded images.
     column: usize,
+    /// Identifies the file: the time when it was written, and its last bytes.
+    identity: u128,
 }
 
 /// The label of a row, and where its image lies.
@@ -79,7 +85,10 @@ impl Rows {
         let refused = |what: String, fix: &str| DataError::input(path, None, what, fix);
         let column = image_column(&schema).map_err(|(what, fix)| refused(what, fix))?;
         let (class, names) = class_column(&schema, &features).map_err(|(what, fix)| refused(what, fix))?;
-        let this = Self { path: path.to_owned(), file, map, column };
+        let written = fs::metadata(path).and_then(|about| about.modified()).map_err(DataError::io("open", path))?;
+        let end = &map[map.len().saturating_sub(IDENTIFYING_BYTES)..];
+        let identity = xxh3_128(format!("{written:?} {} {:032x}", map.len(), xxh3_128(end)).as_bytes());
+        let this = Self { path: path.to_owned(), file, map, column, identity };
         let mut rows = Vec::new();
         for group in 0..this.file.num_row_groups() {
             let about = this.file.metadata().row_group(group);
@@ -209,6 +218,12 @@ impl Rows {
                 Err(DataError::input(&self.path, None, format!("{number} has no bytes of an image"), fix))
             }
         }
+    }
+
+    /// Identifies the image at (row group, row): by its place, by the end of the file, where the
+    /// lengths and statistics of all its columns stand, and by the time when the file was written.
+    pub fn identity(&self, place: (u64, u64)) -> u128 {
+        xxh3_128(format!("{:032x} {} {} {}", self.identity, self.column, place.0, place.1).as_bytes())
     }
 
     /// Asks the kernel to bring the file into memory in the background.

@@ -3,6 +3,9 @@
 //! To the engine an image is a row of `1 + patches` positions. Position 0 is the class token, and
 //! its target is the class; the others are the patches and have no target.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
 use xxhash_rust::xxh3::Xxh3;
 
 use super::decode::Rgb;
@@ -227,6 +230,31 @@ impl ImageSet {
         Ok(batch)
     }
 
+    /// Seconds that one thread takes to make a sample, measured on samples that are spread over the
+    /// set, until there are enough of them or `limit` has passed. Images that cannot be decoded are
+    /// left out; None if there is no other.
+    pub fn price(&self, limit: Duration) -> Option<f64> {
+        /// Samples beyond which the mean does not change much.
+        const SAMPLES: u64 = 64;
+        let images = self.samples_per_epoch();
+        let mut resizing = Resizing::default();
+        let mut patches = Vec::new();
+        let begin = Instant::now();
+        let (mut made, mut busy) = (0u64, Duration::ZERO);
+        for k in 0..SAMPLES.min(images) {
+            let from = Instant::now();
+            patches.clear();
+            if self.sample_into(k * images / SAMPLES.min(images), &mut resizing, &mut patches).is_ok() {
+                busy += from.elapsed();
+                made += 1;
+            }
+            if begin.elapsed() > limit {
+                break;
+            }
+        }
+        (made > 0).then(|| busy.as_secs_f64() / made as f64)
+    }
+
     /// Mixes each sample with its partner, which is in the batch or is decoded too.
     fn mix(&self, rows: &[(u64, i32)], pixels: &mut [f32], mixed: &mut Mixed, resizing: &mut Resizing) -> Result<()> {
         let spec = &self.spec;
@@ -296,7 +324,7 @@ impl ImageSet {
                     self.augmented_into(sample, &image, resizing, patches);
                     return Ok(self.index.class(i) as i32);
                 }
-                (Err(error @ DataError::Input { .. }), OnInvalid::Skip) => tracing::warn!("skipped: {error}"),
+                (Err(error @ DataError::Input { .. }), OnInvalid::Skip) => say_skipped(&error),
                 (Err(error), _) => return Err(error),
             }
         }
@@ -335,6 +363,18 @@ impl ImageSet {
         colour::jitter(augmentation, &mut square, &mut self.draws(sample, Purpose::Colour));
         let mirror = if mirror { Mirror::Yes } else { Mirror::No };
         self.normalisation.patches_into(&square, spec.patch_size, mirror, patches);
+    }
+}
+
+/// Warns of an image that is skipped. A set with many of them would bury everything else.
+fn say_skipped(error: &DataError) {
+    /// Warnings of a process.
+    const NAMED_MAX: u32 = 20;
+    static NAMED: AtomicU32 = AtomicU32::new(0);
+    match NAMED.fetch_add(1, Ordering::Relaxed) {
+        0..NAMED_MAX => tracing::warn!("skipped: {error}"),
+        NAMED_MAX => tracing::warn!("more images were skipped, which are not named"),
+        _ => {}
     }
 }
 
@@ -415,7 +455,7 @@ impl<'i> ImageEvaluation<'i> {
                     batch.targets[row * spec.sequence_length()] = self.index.class(i) as i32;
                 }
                 (Err(error @ DataError::Input { .. }), OnInvalid::Skip) => {
-                    tracing::warn!("skipped: {error}");
+                    say_skipped(&error);
                     patches.resize(patches.len() + of_image, 0.0);
                 }
                 (Err(error), _) => return Err(error),

@@ -400,11 +400,7 @@ impl Tokenizer {
         if self.companions.is_whole() {
             return self.save(&path);
         }
-        let json: String = match &*self.kind {
-            Kind::Bytes => pretty(&hugging_face::json_of_bytes()),
-            Kind::Characters(characters) => pretty(&hugging_face::json_of_characters(characters.list())),
-            Kind::HuggingFace(_) => self.json.to_string(),
-        };
+        let json = self.hugging_face_json();
         let eos = self.eos_name();
         let bos = self.bos.map_or(eos.clone(), |bos| Some(self.decode(&[bos])));
         let config = json!({
@@ -423,6 +419,15 @@ impl Tokenizer {
         match self.companions.has(SPECIAL_TOKENS) {
             true => Ok(()),
             false => atomic::write(&folder.join(SPECIAL_TOKENS), pretty(&special).as_bytes()),
+        }
+    }
+
+    /// The text of a `tokenizer.json` that other programs read.
+    pub fn hugging_face_json(&self) -> String {
+        match &*self.kind {
+            Kind::Bytes => pretty(&hugging_face::json_of_bytes()),
+            Kind::Characters(characters) => pretty(&hugging_face::json_of_characters(characters.list())),
+            Kind::HuggingFace(_) => self.json.to_string(),
         }
     }
 

@@ -1,11 +1,13 @@
 //! Reads a configuration in layers: defaults, then the file, then each `--set`. Later layers win. A
 //! preset belongs to the layer that names it, below that layer's other keys. So a file may change
-//! keys of its preset, and `--set model.preset=...` replaces a file's shape.
+//! keys of its preset, and `--set model.preset=...` replaces a file's shape. So it is with the keys
+//! of a recipe.
 
 use super::error::{Origin, Problems};
 use super::mistaken;
 use super::nearest::nearest;
 use super::presets::{self, PRESETS};
+use super::recipes::{self, RECIPES};
 use super::{Config, ConfigError, Key};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -64,10 +66,16 @@ impl Config {
     }
 
     fn apply(&mut self, entries: Vec<Entry>, problems: &mut Problems) {
-        let named = entries.iter().rev().find(|entry| entry.path == ["model", "preset"]);
-        if let Some(Entry { value: Value::String(name), origin, .. }) = named {
+        let named = |section, key| match entries.iter().rev().find(|entry| entry.path == [section, key]) {
+            Some(Entry { value: Value::String(name), origin, .. }) => Some((name, origin)),
+            _ => None,
+        };
+        let of_preset = |origins: &BTreeMap<String, Origin>| {
+            origins.iter().any(|(key, origin)| key.starts_with("model.") && matches!(origin, Origin::Preset(_)))
+        };
+        if let Some((name, origin)) = named("model", "preset") {
             match presets::find(name) {
-                None if name == "auto" && !self.origins.values().any(|origin| matches!(origin, Origin::Preset(_))) => {}
+                None if name == "auto" && !of_preset(&self.origins) => {}
                 Some(keys) => {
                     self.model = Default::default();
                     self.origins.retain(|key, _| !key.starts_with("model."));
@@ -81,6 +89,23 @@ impl Config {
                     let hint = hint.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default();
                     let known = PRESETS.join(", ");
                     let message = format!("model.preset \"{name}\" is unknown{hint}; known presets: {known}");
+                    problems.add(origin.clone(), message);
+                }
+            }
+        }
+        if let Some((name, origin)) = named("training", "recipe") {
+            match recipes::find(name) {
+                None if name == "auto" && self.training.recipe.is_none() => {}
+                Some(recipe) => {
+                    for (section, key, value) in (recipe.keys)() {
+                        let (path, origin) = (vec![section.to_owned(), key.to_owned()], Origin::Preset(name.clone()));
+                        self.set(Entry { path, value, origin }, problems);
+                    }
+                }
+                None => {
+                    let known: Vec<&str> = RECIPES.iter().map(|recipe| recipe.name).collect();
+                    let known = known.join(", ");
+                    let message = format!("training.recipe \"{name}\" is unknown; known recipes: {known}");
                     problems.add(origin.clone(), message);
                 }
             }

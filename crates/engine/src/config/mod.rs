@@ -22,6 +22,7 @@ mod load;
 mod mistaken;
 mod nearest;
 mod presets;
+pub mod recipes;
 mod print;
 mod resolve;
 mod resolve_averaging;

@@ -1,5 +1,6 @@
 //! A resolved configuration as a file, and the documentation of every key.
 
+use super::recipes::RECIPES;
 use super::{Config, Origin, PRESETS, Resolved};
 use std::fmt::Write;
 
@@ -74,6 +75,15 @@ pub fn documentation() -> String {
                 let keys = super::presets::find(preset).unwrap_or_default();
                 let keys: Vec<_> = keys.iter().map(|(key, value)| format!("{key} = {value}")).collect();
                 let _ = writeln!(text, "- **`{preset}`** sets\n{}", filled(&keys.join(", "), "  "));
+            }
+        }
+        if section.name() == "training" {
+            text.push_str("\nRecipes:\n\n");
+            for recipe in &RECIPES {
+                let keys = (recipe.keys)();
+                let keys: Vec<_> = keys.iter().map(|(of, key, value)| format!("{of}.{key} = {value}")).collect();
+                let about = format!("{}. Sets {}", recipe.about, keys.join(", "));
+                let _ = writeln!(text, "- **`{}`**: {}", recipe.name, filled(&about, "  ").trim_start());
             }
         }
     }

@@ -5,9 +5,10 @@ use super::resolve_parallel::Parallel;
 use super::sections::*;
 use super::sections_chat::DataFormat;
 use super::sections_images::*;
-use super::value::Channels;
+use super::value::{ByteSize, Channels};
 use super::{DeviceKind, Section};
 use serde::Serialize;
+use trainyard_data::corpus::CACHE_BYTES;
 use trainyard_data::images::{Augmentation, RandAugment, RandomCrop, default_workers};
 use trainyard_model::ImageSpec;
 use trainyard_model::families::{self, Input};
@@ -55,8 +56,10 @@ impl Resolver {
         if !of_images {
             let because = "the model is one of text";
             let (images, augmentation) = (self.config.images.clone(), self.config.augmentation.clone());
+            let usual = ImagesSection::default();
             for key in images.keys().iter().map(|key| key.name) {
-                self.unused(&format!("images.{key}"), &images.get(key), because);
+                let changed = images.get(key).filter(|value| usual.get(key).as_ref() != Some(value));
+                self.unused(&format!("images.{key}"), &changed, because);
             }
             let usual = AugmentationSection::default();
             for key in augmentation.keys().iter().map(|key| key.name) {
@@ -65,12 +68,20 @@ impl Resolver {
             }
             return None;
         }
+        match (self.config.images.cache.clone(), self.config.images.cache_size) {
+            (None, size) => self.unused("images.cache_size", &size, "there is no images.cache"),
+            (Some(_), size) => {
+                self.count("images.cache_size", size.map(|size| size.0), 1 << 20, 1 << 60);
+                let because = "the size of caches, unless another is asked for";
+                self.settle("images.cache_size", &size, ByteSize(CACHE_BYTES), because);
+            }
+        }
         let form = self.form_of_images(inputs);
         Some(ImageSettings { form, augmentation: self.augmentation() })
     }
 
     fn form_of_images(&mut self, inputs: &Inputs) -> ImageSpec {
-        let ImagesSection { size, resize, patch_size, mean, std } = self.config.images.clone();
+        let ImagesSection { size, resize, patch_size, mean, std, .. } = self.config.images.clone();
         let labels = inputs.classes.clone().unwrap_or_default();
         if let Some(image) = inputs.pretrained.as_ref().and_then(|pretrained| pretrained.image.clone()) {
             let because = "the files of model.path say it";
@@ -198,7 +209,7 @@ impl Resolver {
             self.unused(&format!("data.{key}"), &changed, because);
         }
         self.unused("data.shuffle", &data.shuffle.filter(|shuffle| !shuffle), "images are always shuffled");
-        self.unused("data.warm", &data.warm.then_some(()), "images are read where they lie");
+        self.unused("data.warm", &data.warm.then_some(()), "set images.cache, and run `trainyard data warm`");
         for (key, sources) in [("data.train", Some(&data.train)), ("data.validation", data.validation.as_ref())] {
             if sources.is_some_and(|sources| sources.0.iter().any(|source| source.weight.is_some())) {
                 self.problem(key, format!("{key} gives a weight: every image counts alike; give paths alone"));

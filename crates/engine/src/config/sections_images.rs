@@ -2,7 +2,8 @@
 //! changes in training.
 
 use super::section::section;
-use super::value::Channels;
+use super::value::{ByteSize, Channels};
+use std::path::PathBuf;
 
 section! {
     /// The images of a model of family vit, for `data.format = "images"`. Beside `model.path` its
@@ -24,6 +25,16 @@ section! {
         /// Deviation of red, green and blue, by which the difference is divided. Unset: 0.5.
         #[elsewhere("image_std", "normalize_std")]
         std: Option<Channels> = None;
+        /// Go on without images that cannot be decoded. In training the next of the epoch takes the
+        /// place of one, and evaluation counts without it; each is named in a warning. False: such
+        /// an image ends the run.
+        skip_invalid: bool = false;
+        /// A folder that keeps decoded images, from which later epochs, evaluations and runs read
+        /// them. Unset: every epoch decodes.
+        cache: Option<PathBuf> = None;
+        /// The most bytes in `cache`; images that find no room are decoded every time. Unset: 16
+        /// GiB.
+        cache_size: Option<ByteSize> = None;
     }
 }
 

@@ -42,6 +42,11 @@ pub enum MetaValue {
 pub struct Metadata(pub BTreeMap<String, MetaValue>);
 
 impl Metadata {
+    /// Sets an entry.
+    pub fn set(&mut self, key: &str, value: MetaValue) {
+        self.0.insert(key.to_owned(), value);
+    }
+
     /// A whole number.
     pub fn integer(&self, key: &str) -> Option<u64> {
         match self.0.get(key)? {
@@ -93,23 +98,20 @@ impl Metadata {
     }
 }
 
-/// The encoding with this number in ggml, if it is one that weights can have.
-fn encoding(number: u32) -> Option<Encoding> {
-    Some(match number {
-        0 => Encoding::Float(StoredDType::F32),
-        1 => Encoding::Float(StoredDType::F16),
-        30 => Encoding::Float(StoredDType::BF16),
-        2 => Encoding::Blocks(Quantisation::Q4_0),
-        3 => Encoding::Blocks(Quantisation::Q4_1),
-        6 => Encoding::Blocks(Quantisation::Q5_0),
-        7 => Encoding::Blocks(Quantisation::Q5_1),
-        8 => Encoding::Blocks(Quantisation::Q8_0),
-        12 => Encoding::Blocks(Quantisation::Q4K),
-        13 => Encoding::Blocks(Quantisation::Q5K),
-        14 => Encoding::Blocks(Quantisation::Q6K),
-        _ => return None,
-    })
-}
+/// The numbers of encodings in ggml, of those that weights can have.
+const ENCODINGS: [(u32, Encoding); 11] = [
+    (0, Encoding::Float(StoredDType::F32)),
+    (1, Encoding::Float(StoredDType::F16)),
+    (30, Encoding::Float(StoredDType::BF16)),
+    (2, Encoding::Blocks(Quantisation::Q4_0)),
+    (3, Encoding::Blocks(Quantisation::Q4_1)),
+    (6, Encoding::Blocks(Quantisation::Q5_0)),
+    (7, Encoding::Blocks(Quantisation::Q5_1)),
+    (8, Encoding::Blocks(Quantisation::Q8_0)),
+    (12, Encoding::Blocks(Quantisation::Q4K)),
+    (13, Encoding::Blocks(Quantisation::Q5K)),
+    (14, Encoding::Blocks(Quantisation::Q6K)),
+];
 
 /// The names of the types that are not read, for messages.
 const OTHER_TYPES: [(u32, &str); 12] = [
@@ -255,7 +257,7 @@ impl Reader {
         }
         shape.reverse();
         let (kind, start) = (self.u32()?, self.u64()?);
-        let Some(encoding) = encoding(kind) else {
+        let Some((_, encoding)) = ENCODINGS.into_iter().find(|(number, _)| *number == kind) else {
             let known = OTHER_TYPES.iter().find(|(number, _)| *number == kind);
             let known = known.map_or_else(|| format!("type {kind}"), |(_, name)| (*name).to_owned());
             let read: Vec<&str> = Quantisation::ALL.iter().map(|kind| kind.name()).collect();
@@ -273,5 +275,104 @@ impl Reader {
         };
         let (dtype, change) = (encoding.name().into(), Change::None);
         Ok((name, StoredTensor { dtype, shape, range: start..end, change, packed: None }))
+    }
+}
+
+/// The header of a file that is to be written: tensors first, then all of it by
+/// [`Writer::finish`].
+#[derive(Default)]
+pub(super) struct Writer {
+    tensors: Vec<u8>,
+    count: u64,
+    /// Places of the tensors from the end of the header on.
+    places: Vec<u64>,
+    end: u64,
+}
+
+impl Writer {
+    /// Adds a tensor of this shape, the slowest dimension first.
+    pub fn tensor(&mut self, name: &str, encoding: Encoding, shape: &[usize]) {
+        let at = self.end.next_multiple_of(ALIGNMENT);
+        put_text(&mut self.tensors, name);
+        self.tensors.extend((shape.len() as u32).to_le_bytes());
+        shape.iter().rev().for_each(|side| self.tensors.extend((*side as u64).to_le_bytes()));
+        let number = ENCODINGS.iter().find(|(_, known)| *known == encoding).map_or(0, |(number, _)| *number);
+        self.tensors.extend(number.to_le_bytes());
+        self.tensors.extend(at.to_le_bytes());
+        let (block, bytes) = encoding.block();
+        self.end = at + (shape.iter().product::<usize>() / block * bytes) as u64;
+        self.count += 1;
+        self.places.push(at);
+    }
+
+    /// The header's bytes with padding, the place of each tensor in the file, and its size.
+    pub fn finish(self, metadata: &Metadata) -> (Vec<u8>, Vec<u64>, u64) {
+        let mut header = b"GGUF".to_vec();
+        header.extend(3u32.to_le_bytes());
+        header.extend(self.count.to_le_bytes());
+        header.extend((metadata.0.len() as u64).to_le_bytes());
+        // The architecture comes first, as in other writers' files.
+        let is_first = |key: &&String| !key.starts_with("general.");
+        let mut keys: Vec<&String> = metadata.0.keys().collect();
+        keys.sort_by_key(|key| is_first(key));
+        for key in keys {
+            put_text(&mut header, key);
+            put_value(&mut header, &metadata.0[key]);
+        }
+        header.extend(self.tensors);
+        header.resize(header.len().next_multiple_of(ALIGNMENT as usize), 0);
+        let start = header.len() as u64;
+        let places = self.places.into_iter().map(|place| start + place).collect();
+        (header, places, (start + self.end).next_multiple_of(ALIGNMENT))
+    }
+}
+
+fn put_text(out: &mut Vec<u8>, text: &str) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// The type of a value, and its bytes.
+fn put_value(out: &mut Vec<u8>, value: &MetaValue) {
+    out.extend(kind(value).to_le_bytes());
+    put_plain(out, value);
+}
+
+/// The number of a value's type. Whole numbers go out as u32, and as i32 or i64 where they do not
+/// fit.
+fn kind(value: &MetaValue) -> u32 {
+    match value {
+        MetaValue::Integer(n) if u32::try_from(*n).is_ok() => 4,
+        MetaValue::Integer(n) if i32::try_from(*n).is_ok() => 5,
+        MetaValue::Integer(_) => 11,
+        MetaValue::Float(_) => 6,
+        MetaValue::Bool(_) => 7,
+        MetaValue::Text(_) => 8,
+        MetaValue::Array(_) => 9,
+    }
+}
+
+fn put_plain(out: &mut Vec<u8>, value: &MetaValue) {
+    match value {
+        MetaValue::Integer(n) => match kind(value) {
+            4 => out.extend((*n as u32).to_le_bytes()),
+            5 => out.extend((*n as i32).to_le_bytes()),
+            _ => out.extend((*n as i64).to_le_bytes()),
+        },
+        MetaValue::Float(x) => out.extend((*x as f32).to_le_bytes()),
+        MetaValue::Bool(flag) => out.push(u8::from(*flag)),
+        MetaValue::Text(text) => put_text(out, text),
+        MetaValue::Array(values) => {
+            // Types of tokens are i32 in other writers' files.
+            let of = values.first().map_or(8, |value| if kind(value) == 4 { 5 } else { kind(value) });
+            out.extend(of.to_le_bytes());
+            out.extend((values.len() as u64).to_le_bytes());
+            for value in values {
+                match value {
+                    MetaValue::Integer(n) => out.extend((*n as i32).to_le_bytes()),
+                    value => put_plain(out, value),
+                }
+            }
+        }
     }
 }

@@ -4,13 +4,16 @@
 //! `config.json` ([`config_json`]), which the family then reads like any other, and its tensors are
 //! read under their names in Hugging Face files. [`Form`] says how a family's files are called and
 //! laid out; each family has a table of them ([`Definition::gguf`](crate::families::Definition)).
+//! [`export_gguf`] writes a file by the same tables.
 
 mod header;
 mod quantised;
 mod tokenizer;
+mod write;
 
 pub use header::{MetaValue, Metadata, open};
 pub use quantised::Quantisation;
+pub use write::{GgufOptions, export_gguf};
 
 use crate::families::FAMILIES;
 use crate::spec::ModelSpec;
@@ -280,7 +283,7 @@ pub(crate) fn open_weights(
         quantised += usize::from(tensor.encoding().is_some_and(|encoding| encoding.block().0 > 1));
         // A tensor without a name there is reported under its own.
         let theirs = translated(form, name).unwrap_or_else(|| name.clone());
-        let change = change(form, spec, name, tensor);
+        let change = change(form, spec, name, tensor.shape.len());
         places.insert(theirs, (0, StoredTensor { change, ..tensor.clone() }));
     }
     if quantised > 0 {
@@ -300,16 +303,15 @@ fn translated(form: &Form, name: &str) -> Option<String> {
     Some(format!("{}.{suffix}", theirs.replace("{}", layer)))
 }
 
-/// The difference between a stored tensor and that of a Hugging Face file.
-fn change(form: &Form, spec: &ModelSpec, name: &str, tensor: &StoredTensor) -> Change {
-    let is_matrix = tensor.shape.len() == 2;
+/// The difference between a stored tensor of so many dimensions and that of a Hugging Face file.
+fn change(form: &Form, spec: &ModelSpec, name: &str, dimensions: usize) -> Change {
     let of_layer = name.starts_with("blk.");
     match form.layout {
         Layout::Interleaved if name.contains(".attn_q.") || name.contains(".attn_k.") => {
             Change::Interleaved { head: spec.head_dim }
         }
         Layout::GainsOfNorms if name.ends_with("norm.weight") => Change::PlusOne,
-        Layout::Upright if is_matrix && of_layer => Change::Transposed,
+        Layout::Upright if dimensions == 2 && of_layer => Change::Transposed,
         _ => Change::None,
     }
 }

@@ -71,6 +71,49 @@ impl Quantisation {
         }
     }
 
+    /// True for the kinds that are written: those with blocks of 32.
+    pub fn is_encoded(self) -> bool {
+        self.elements() == 32
+    }
+
+    /// Rounds whole blocks to a kind that [`Self::is_encoded`]; of another kind nothing is written.
+    pub(crate) fn encode(self, values: &[f32], out: &mut Vec<u8>) {
+        for x in values.chunks_exact(32).filter(|_| self.is_encoded()) {
+            match self {
+                Q8_0 => {
+                    let d = x.iter().fold(0.0f32, |most, x| most.max(x.abs())) / 127.0;
+                    put_half(out, d);
+                    let inverse = inverse(d);
+                    out.extend(x.iter().map(|x| (x * inverse).round() as i8 as u8));
+                }
+                Q4_0 => {
+                    let (d, codes) = around_zero(x, 8);
+                    put_half(out, d);
+                    put_nibbles(out, &codes);
+                }
+                Q5_0 => {
+                    let (d, codes) = around_zero(x, 16);
+                    put_half(out, d);
+                    put_fifth(out, &codes);
+                    put_nibbles(out, &codes);
+                }
+                Q4_1 => {
+                    let (d, least, codes) = from_least(x, 15);
+                    put_half(out, d);
+                    put_half(out, least);
+                    put_nibbles(out, &codes);
+                }
+                _ => {
+                    let (d, least, codes) = from_least(x, 31);
+                    put_half(out, d);
+                    put_half(out, least);
+                    put_fifth(out, &codes);
+                    put_nibbles(out, &codes);
+                }
+            }
+        }
+    }
+
     /// The values of whole blocks: `bytes` holds as many blocks as `out`.
     pub(crate) fn decode(self, bytes: &[u8], out: &mut [f32]) {
         for (block, y) in bytes.chunks_exact(self.bytes()).zip(out.chunks_exact_mut(self.elements())) {
@@ -86,6 +129,50 @@ impl Quantisation {
             }
         }
     }
+}
+
+fn inverse(d: f32) -> f32 {
+    if d == 0.0 { 0.0 } else { 1.0 / d }
+}
+
+fn put_half(out: &mut Vec<u8>, x: f32) {
+    out.extend(f16::from_f32(x).to_le_bytes());
+}
+
+/// Codes from 0 to `2 middle - 1` with zero at `middle`, and their scale: the element of the
+/// greatest size gets code 0. Rounding is in f64, as the package does it.
+fn around_zero(x: &[f32], middle: u8) -> (f32, [u8; 32]) {
+    let greatest = x.iter().fold(0.0f32, |most: f32, x| if x.abs() > most.abs() { *x } else { most });
+    let d = greatest / -f32::from(middle);
+    let (inverse, half) = (f64::from(inverse(d)), f64::from(middle) + 0.5);
+    let code = |x: &f32| (f64::from(*x) * inverse + half).trunc().clamp(0.0, f64::from(2 * middle - 1)) as u8;
+    (d, codes(x, code))
+}
+
+/// Codes from 0 to `most`, their scale, and the value of code 0.
+fn from_least(x: &[f32], most: u8) -> (f32, f32, [u8; 32]) {
+    let greatest = x.iter().copied().fold(f32::MIN, f32::max);
+    let least = x.iter().copied().fold(f32::MAX, f32::min);
+    let d = (greatest - least) / f32::from(most);
+    let inverse = inverse(d);
+    (d, least, codes(x, |x| ((x - least) * inverse + 0.5).trunc().clamp(0.0, f32::from(most)) as u8))
+}
+
+fn codes(x: &[f32], code: impl Fn(&f32) -> u8) -> [u8; 32] {
+    let mut codes = [0; 32];
+    codes.iter_mut().zip(x).for_each(|(to, x)| *to = code(x));
+    codes
+}
+
+/// The inverse of [`nibbles`], for the low four bits.
+fn put_nibbles(out: &mut Vec<u8>, codes: &[u8; 32]) {
+    out.extend((0..16).map(|i| codes[i] & 15 | codes[i + 16] << 4));
+}
+
+/// The fifth bits.
+fn put_fifth(out: &mut Vec<u8>, codes: &[u8; 32]) {
+    let bits = codes.iter().enumerate().fold(0u32, |bits, (i, code)| bits | u32::from(code >> 4 & 1) << i);
+    out.extend(bits.to_le_bytes());
 }
 
 /// The number in f16 at byte `at`.
@@ -175,6 +262,30 @@ mod tests {
         assert_eq!(file.tensors().len(), super::Quantisation::ALL.len() + 2);
         for name in file.tensors().keys() {
             assert!(decode(&file, name) == decode(&expected, name), "{name}");
+        }
+    }
+
+    /// Byte for byte what the package `gguf` rounds to.
+    #[test]
+    fn blocks_are_encoded_as_by_the_package_gguf() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gguf/encoded.safetensors");
+        let file = TensorFile::open(&path).unwrap();
+        let bytes = |name: &str| {
+            let tensor = &file.tensors()[name];
+            let mut bytes = vec![0; (tensor.range.end - tensor.range.start) as usize];
+            file.read(tensor, 0, &mut bytes).unwrap();
+            bytes
+        };
+        let values: Vec<f32> =
+            bytes("x").chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
+        let written: Vec<_> = super::Quantisation::ALL.into_iter().filter(|kind| kind.is_encoded()).collect();
+        assert_eq!(written.len(), 5);
+        for kind in written {
+            let mut ours = Vec::new();
+            kind.encode(&values, &mut ours);
+            let theirs = bytes(kind.name());
+            let place = ours.iter().zip(&theirs).position(|(a, b)| a != b);
+            assert_eq!((ours.len(), place), (theirs.len(), None), "{}", kind.name());
         }
     }
 }

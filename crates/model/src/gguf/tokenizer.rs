@@ -1,4 +1,4 @@
-//! The tokenizer in a GGUF file, as the text of a `tokenizer.json`.
+//! The tokenizer in a GGUF file, as the text of a `tokenizer.json`, and back.
 //!
 //! The file has the vocabulary with a type and perhaps a score of each token, perhaps the merges,
 //! and names: of the kind of tokenizer (`tokenizer.ggml.model`) and of the pattern by which text is
@@ -7,13 +7,16 @@
 //! (`integrations/gguf/gguf_tokenizer_mapping.py`).
 
 use super::{MetaValue, Metadata};
+use crate::spec::ModelSpec;
 use serde_json::{Map, Value, json};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
 /// Types of tokens.
+const NORMAL: u64 = 1;
 const CONTROL: u64 = 3;
 const USER_DEFINED: u64 = 4;
+const UNUSED: u64 = 5;
 
 /// SentencePiece's stand-in for a space.
 const SPACE: &str = "\u{2581}";
@@ -105,23 +108,129 @@ fn whole_numbers(metadata: &Metadata, key: &str) -> Option<Vec<u64>> {
 
 /// Byte-level BPE, with the pattern that cuts text.
 fn byte_level(metadata: &Metadata) -> Result<Value, String> {
-    let bytes = |use_regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex });
-    let sequence = |first: Value, then: Value| json!({ "type": "Sequence", "pretokenizers": [first, then] });
-    let by = |pattern: &str| sequence(split(json!({ "Regex": pattern }), "Isolated"), bytes(false));
     let name = metadata.text("tokenizer.ggml.pre").unwrap_or("default");
-    let pre_tokenizer = match name {
-        "default" | "gpt-2" | "gpt2" => bytes(true),
-        "llama-bpe" | "llama3" | "llama-v3" | "dbrx" | "smaug-bpe" => by(LLAMA3),
-        "qwen2" | "deepseek-r1-qwen" => by(QWEN2),
-        "smollm" => sequence(json!({ "type": "Digits", "individual_digits": true }), bytes(true)),
-        _ => {
-            return Err(format!(
-                "its tokenizer cuts text by the pattern `{name}`, which is not known: set tokenizer.path to the \
-                 model's tokenizer.json, or put that beside the file"
-            ));
-        }
+    let Some((_, pre_tokenizer)) = PATTERNS.iter().find(|(names, _)| names.contains(&name)) else {
+        return Err(format!(
+            "its tokenizer cuts text by the pattern `{name}`, which is not known: set tokenizer.path to the \
+             model's tokenizer.json, or put that beside the file"
+        ));
     };
-    Ok(json!({ "normalizer": null, "pre_tokenizer": pre_tokenizer, "decoder": bytes(true) }))
+    Ok(json!({ "normalizer": null, "pre_tokenizer": pre_tokenizer(), "decoder": bytes(true) }))
+}
+
+/// The names of patterns, the first of which is written, and what cuts text by them.
+const PATTERNS: [(&[&str], fn() -> Value); 4] = [
+    (&["gpt-2", "default", "gpt2"], || bytes(true)),
+    (&["llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"], || by_pattern(LLAMA3)),
+    (&["qwen2", "deepseek-r1-qwen"], || by_pattern(QWEN2)),
+    (&["smollm"], || in_sequence(json!({ "type": "Digits", "individual_digits": true }), bytes(true))),
+];
+
+fn bytes(use_regex: bool) -> Value {
+    json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex })
+}
+
+fn in_sequence(first: Value, then: Value) -> Value {
+    json!({ "type": "Sequence", "pretokenizers": [first, then] })
+}
+
+fn by_pattern(pattern: &str) -> Value {
+    in_sequence(split(json!({ "Regex": pattern }), "Isolated"), bytes(false))
+}
+
+/// Adds the tokenizer that `text`, a `tokenizer.json`, describes. Rows of the embedding without a
+/// token get one that no text has.
+///
+/// # Errors
+/// A tokenizer that is not byte-level BPE, or cuts text by a pattern without a name.
+pub(super) fn write(text: &str, spec: &ModelSpec, metadata: &mut Metadata) -> Result<(), String> {
+    let json: Value = serde_json::from_str(text).map_err(|error| format!("its tokenizer is no JSON: {error}"))?;
+    let refuse = |what: &str| {
+        let instead = "export without a tokenizer (--no-tokenizer) and keep the model's tokenizer.json beside the file";
+        Err(format!("its tokenizer {what}, and byte-level BPE is written: {instead}"))
+    };
+    let model = &json["model"];
+    if model["type"] != "BPE" || model["byte_fallback"] == true {
+        return refuse("is of another kind");
+    }
+    let pre = plain_bytes(json["pre_tokenizer"].clone());
+    let Some((names, _)) = PATTERNS.iter().find(|(_, known)| plain_bytes(known()) == pre) else {
+        return refuse("cuts text by a pattern that llama.cpp has no name for");
+    };
+    // llama.cpp leaves Qwen's texts as they are, too.
+    if !(json["normalizer"].is_null() || names[0] == "qwen2" && json["normalizer"]["type"] == "NFC") {
+        return refuse("changes texts before it cuts them");
+    }
+    let Some(vocabulary) = model["vocab"].as_object() else { return refuse("has no vocabulary") };
+    let mut tokens: Vec<Option<(String, u64)>> = vec![None; spec.vocab_size];
+    let added = json["added_tokens"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let special = |token: &Value| if token["special"] == true { CONTROL } else { USER_DEFINED };
+    let of_vocabulary = vocabulary.iter().map(|(token, id)| (token.clone(), id.as_u64(), NORMAL));
+    let of_added = added.iter().filter_map(|token| {
+        Some((token["content"].as_str()?.to_owned(), token["id"].as_u64(), special(token)))
+    });
+    for (token, id, kind) in of_vocabulary.chain(of_added) {
+        match id.and_then(|id| tokens.get_mut(usize::try_from(id).ok()?)) {
+            Some(place) => *place = Some((token, kind)),
+            None => return Err(format!("its tokenizer has more tokens than the model's {}: `{token}`", spec.vocab_size)),
+        }
+    }
+    let tokens: Vec<(String, u64)> = tokens
+        .into_iter()
+        .enumerate()
+        .map(|(id, token)| token.unwrap_or_else(|| (format!("[PAD{id}]"), UNUSED)))
+        .collect();
+    let merges = model["merges"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let merge = |merge: &Value| match merge {
+        Value::String(pair) => Some(pair.clone()),
+        Value::Array(pair) => Some(format!("{} {}", pair.first()?.as_str()?, pair.get(1)?.as_str()?)),
+        _ => None,
+    };
+    let merges: Option<Vec<String>> = merges.iter().map(merge).collect();
+    let Some(merges) = merges else { return refuse("has merges that are no pairs") };
+    let texts = |values: Vec<String>| MetaValue::Array(values.into_iter().map(MetaValue::Text).collect());
+    let (names_of, kinds): (Vec<String>, Vec<u64>) = tokens.into_iter().unzip();
+    for (which, at, id) in [("bos", 0, spec.bos_token), ("eos", 2, spec.eos_tokens.first().copied())] {
+        let around = around_in(&json["post_processor"], at);
+        let is_own = around.is_none_or(|token| id.and_then(|id| names_of.get(id as usize)).is_some_and(|own| *own == token));
+        if !is_own {
+            return refuse("puts other tokens around texts than the model's first and last");
+        }
+        metadata.set(&format!("tokenizer.ggml.add_{which}_token"), MetaValue::Bool(around.is_some()));
+    }
+    metadata.set("tokenizer.ggml.model", MetaValue::Text("gpt2".into()));
+    metadata.set("tokenizer.ggml.pre", MetaValue::Text(names[0].into()));
+    metadata.set("tokenizer.ggml.tokens", texts(names_of));
+    let kinds = kinds.into_iter().map(|kind| MetaValue::Integer(kind.into())).collect();
+    metadata.set("tokenizer.ggml.token_type", MetaValue::Array(kinds));
+    metadata.set("tokenizer.ggml.merges", texts(merges));
+    Ok(())
+}
+
+/// What cuts text, without what has no influence on tokens and with what older files leave out.
+fn plain_bytes(mut value: Value) -> Value {
+    if let Some(parts) = value.get_mut("pretokenizers").and_then(Value::as_array_mut) {
+        parts.iter_mut().for_each(|part| *part = plain_bytes(part.take()));
+    }
+    if value["type"] == "ByteLevel"
+        && let Some(keys) = value.as_object_mut()
+    {
+        keys.remove("trim_offsets");
+        keys.entry("use_regex").or_insert(json!(true));
+    }
+    value
+}
+
+/// The token that a template puts before (0) or after (2) a text.
+fn around_in(template: &Value, at: usize) -> Option<&str> {
+    let parts = match template["type"].as_str()? {
+        "TemplateProcessing" => template["single"].as_array()?,
+        // Several processors, of which one is a template.
+        _ => return template["processors"].as_array()?.iter().find_map(|inner| around_in(inner, at)),
+    };
+    let own = parts.iter().position(|part| part.get("Sequence").is_some())?;
+    let part = if at == 0 { parts[..own].last() } else { parts.get(own + 1) };
+    part?["SpecialToken"]["id"].as_str()
 }
 
 fn split(pattern: Value, behaviour: &str) -> Value {
@@ -217,4 +326,68 @@ fn around(metadata: &Metadata, kind: &str, tokens: &[String]) -> Result<Value, S
     Ok(json!({
         "type": "TemplateProcessing", "single": text("A", 0), "pair": pair, "special_tokens": special_tokens,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::open;
+    use super::*;
+    use std::path::Path;
+
+    fn golden(name: &str) -> Metadata {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gguf");
+        open(&folder.join(format!("tokenizer_{name}.gguf"))).unwrap().0
+    }
+
+    /// A model with the special tokens of a file.
+    fn model(metadata: &Metadata, rows: usize) -> ModelSpec {
+        let id = |which: &str| metadata.integer(&format!("tokenizer.ggml.{which}_token_id")).map(|id| id as u32);
+        let (bos_token, eos_tokens) = (id("bos"), id("eos").into_iter().collect());
+        ModelSpec { bos_token, eos_tokens, ..ModelSpec::llama(rows, 32, 1, 1, 32, 32) }
+    }
+
+    #[test]
+    fn byte_level_tokenizers_are_written_as_they_are_read() {
+        for name in ["gpt2", "llama3", "qwen2"] {
+            let theirs = golden(name);
+            let expected = describe(&theirs).unwrap();
+            let rows = theirs.array("tokenizer.ggml.tokens").unwrap().len();
+            let mut ours = Metadata(theirs.0.iter().filter(|(key, _)| key.ends_with("_token_id")).map(|(key, value)| (key.clone(), value.clone())).collect());
+            write(&expected.to_string(), &model(&theirs, rows), &mut ours).unwrap();
+            assert_eq!(describe(&ours).unwrap(), expected, "{name}");
+            assert_eq!(ours.texts("tokenizer.ggml.tokens"), theirs.texts("tokenizer.ggml.tokens"), "{name}");
+            // Rows of the embedding without a token have one that stands for nothing.
+            write(&expected.to_string(), &model(&theirs, rows + 2), &mut ours).unwrap();
+            assert_eq!(ours.texts("tokenizer.ggml.tokens").unwrap()[rows + 1], format!("[PAD{}]", rows + 1));
+        }
+    }
+
+    #[test]
+    fn tokenizers_without_a_form_are_refused() {
+        let theirs = golden("gpt2");
+        let text = describe(&theirs).unwrap();
+        let rows = theirs.array("tokenizer.ggml.tokens").unwrap().len();
+        let changed = |change: &dyn Fn(&mut Value)| {
+            let mut text = text.clone();
+            change(&mut text);
+            write(&text.to_string(), &model(&theirs, rows), &mut Metadata::default()).unwrap_err()
+        };
+        let template = json!({
+            "type": "TemplateProcessing",
+            "single": [{ "SpecialToken": { "id": "<|other|>" } }, { "Sequence": { "id": "A" } }],
+        });
+        for (error, words) in [
+            (changed(&|text| text["model"]["type"] = json!("Unigram")), "is of another kind"),
+            (changed(&|text| text["model"]["byte_fallback"] = json!(true)), "is of another kind"),
+            (changed(&|text| text["pre_tokenizer"] = by_pattern("[a-z]+")), "a pattern that llama.cpp has no name for"),
+            (changed(&|text| text["normalizer"] = json!({ "type": "Lowercase" })), "changes texts before it cuts them"),
+            (changed(&|text| text["model"]["vocab"]["more"] = json!(rows)), "has more tokens than the model's"),
+            (changed(&|text| text["model"]["merges"] = json!([1])), "has merges that are no pairs"),
+            (changed(&|text| text["post_processor"] = template.clone()), "puts other tokens around texts"),
+        ] {
+            assert!(error.contains(words), "{error:?} does not say {words:?}");
+        }
+        let error = write(&describe(&golden("gemma3")).unwrap().to_string(), &model(&theirs, rows), &mut Metadata::default());
+        assert!(error.unwrap_err().contains("--no-tokenizer"));
+    }
 }

@@ -66,7 +66,7 @@ impl StoredDType {
     }
 
     /// Rounds f32 to stored bytes, to nearest, ties to even.
-    pub(super) fn encode(self, values: &[f32], out: &mut Vec<u8>) {
+    pub(crate) fn encode(self, values: &[f32], out: &mut Vec<u8>) {
         out.resize(values.len() * self.size(), 0);
         match self {
             StoredDType::F32 => {

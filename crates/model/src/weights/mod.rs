@@ -22,6 +22,7 @@ pub use packed::{PACKED_BITS, PackedFormat, PackedMatrix, PackedParts, is_packed
 pub(crate) use read::Places;
 pub use read::WeightReader;
 pub use write::{ExportOptions, Exported, export, export_packed};
+pub(crate) use write::{Partials, partial};
 
 use std::path::PathBuf;
 

@@ -408,12 +408,13 @@ impl AtTensor<'_> {
     }
 }
 
-fn partial(path: &Path) -> PathBuf {
+/// The name of a file until it is complete.
+pub(crate) fn partial(path: &Path) -> PathBuf {
     path.with_extension("partial")
 }
 
 /// Files under temporary names. Those that are left are removed on drop.
-struct Partials(Vec<PathBuf>);
+pub(crate) struct Partials(pub Vec<PathBuf>);
 
 impl Drop for Partials {
     fn drop(&mut self) {
