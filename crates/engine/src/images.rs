@@ -80,7 +80,8 @@ impl ImageCorpora {
                 0.0 => (all, Vec::new()),
                 fraction => {
                     let (train, images) = all.split(fraction, resolved.config.training.seed)?;
-                    let held_back = (!images.is_empty()).then(|| HeldBack { name: "validation".into(), images, on_invalid });
+                    let held_back =
+                        (!images.is_empty()).then(|| HeldBack { name: "validation".into(), images, on_invalid });
                     (train, held_back.into_iter().collect())
                 }
             },

@@ -141,12 +141,7 @@ impl ImageBatch {
             (Some(_), None) => return fail("mixed images without classes".into()),
             (None, _) => None,
         };
-        Ok(ImageBatch {
-            patches,
-            rows: put(starts)?,
-            classes: classes.as_deref().map(put).transpose()?,
-            mixed,
-        })
+        Ok(ImageBatch { patches, rows: put(starts)?, classes: classes.as_deref().map(put).transpose()?, mixed })
     }
 
     fn overwrite(&mut self, other: &ImageBatch) -> Result<()> {

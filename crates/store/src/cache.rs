@@ -193,9 +193,7 @@ impl Cache {
             let stays = match self.kind.full {
                 Full::Evicts => false,
                 // A limit that was lowered holds too.
-                Full::Keeps => {
-                    total <= self.options.bytes_max && !used.elapsed().is_ok_and(|age| age > FORGOTTEN)
-                }
+                Full::Keeps => total <= self.options.bytes_max && !used.elapsed().is_ok_and(|age| age > FORGOTTEN),
             };
             if total <= limit || stays {
                 break;
@@ -313,8 +311,7 @@ mod tests {
     fn a_cache_that_keeps_takes_no_more_when_it_is_full() {
         let folder = tempfile::tempdir().unwrap();
         let kind = Kind { what: "images", extension: "rgb", full: Full::Keeps };
-        let open =
-            |bytes_max| Cache::open(&CacheOptions { folder: folder.path().into(), bytes_max }, kind).unwrap();
+        let open = |bytes_max| Cache::open(&CacheOptions { folder: folder.path().into(), bytes_max }, kind).unwrap();
         let cache = open(4000);
         let all: Vec<String> = (0..6).map(|i| i.to_string()).collect();
         for identity in &all {

@@ -28,7 +28,7 @@ pub struct Args {
     /// The folder to write, or the .gguf file.
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// What to write. Unset: gguf if --out ends with .gguf, else hugging-face.
+    /// The form of what is written. Unset: gguf if --out ends with .gguf, else hugging-face.
     #[arg(long)]
     format: Option<Format>,
     /// Round matrices to blocks of 32 with a scale, in a GGUF file.

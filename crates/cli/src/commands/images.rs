@@ -177,7 +177,8 @@ pub fn warm(sources: &[PathBuf], cache: &CacheOptions, workers: usize) -> Result
     };
     let invalid: usize = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
-        let results = threads.into_iter().map(|thread| thread.join().map_err(|_| DataError::Worker { doing: "decoding" })?);
+        let results =
+            threads.into_iter().map(|thread| thread.join().map_err(|_| DataError::Worker { doing: "decoding" })?);
         results.sum::<Result<usize>>()
     })?;
     let seconds = begin.elapsed().as_secs_f64();

@@ -275,8 +275,7 @@ impl ImageIndex {
     /// # Errors
     /// [`DataError::Input`] if the image is damaged; any other if it cannot be read.
     pub fn decoded(&self, i: usize) -> Result<Rgb> {
-        let decode =
-            |bytes: &[u8]| decode(bytes).map_err(|what| DataError::input(&self.name(i), None, what, REPAIR));
+        let decode = |bytes: &[u8]| decode(bytes).map_err(|what| DataError::input(&self.name(i), None, what, REPAIR));
         let Some(decoded) = &self.decoded else { return self.with_bytes(i, decode) };
         match &self.shards[self.entries[i].shard as usize].images {
             // The pages around a row are not unpacked for its identity.

@@ -83,7 +83,8 @@ pub fn documentation() -> String {
                 let keys = (recipe.keys)();
                 let keys: Vec<_> = keys.iter().map(|(of, key, value)| format!("{of}.{key} = {value}")).collect();
                 let about = format!("{}. Sets {}", recipe.about, keys.join(", "));
-                let _ = writeln!(text, "- **`{}`**: {}", recipe.name, filled(&about, "  ").trim_start());
+                let line = format!("- **`{}`**: {about}", recipe.name);
+                let _ = writeln!(text, "{}", filled(&line, "  ").trim_start());
             }
         }
     }

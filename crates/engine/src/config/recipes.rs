@@ -7,7 +7,7 @@ use toml::Value;
 pub struct Recipe {
     /// The value of `training.recipe`.
     pub name: &'static str,
-    /// What it is for, in a line.
+    /// Its purpose, in a line.
     pub about: &'static str,
     /// The keys that it sets.
     pub keys: fn() -> Vec<(&'static str, &'static str, Value)>,
@@ -22,7 +22,7 @@ pub const RECIPES: [Recipe; 1] = [Recipe {
         vec![
             ("optimizer", "name", text("muon")),
             ("optimizer", "learning_rate", Value::Float(1e-2)),
-            ("optimizer", "matrix_learning_rate", Value::Float(0.02)),
+            ("optimizer", "matrix_learning_rate", Value::Float(0.04)),
             ("schedule", "kind", text("linear")),
             ("schedule", "min_ratio", Value::Float(0.0)),
         ]

@@ -468,7 +468,8 @@ section! {
     /// `accumulation_steps` x the data-parallel degree = `global_batch_size` sequences: any two
     /// give the third.
     TrainingSection = "training" {
-        /// A name that sets keys of several sections, listed below; keys beside it win. Unset: none.
+        /// A name that sets keys of several sections, listed below; keys beside it win. Unset:
+        /// none.
         recipe: Option<String> = None;
         /// Optimizer steps. With `epochs`, `tokens` and `seconds`, the first limit to be reached
         /// ends the run; at least one is needed.

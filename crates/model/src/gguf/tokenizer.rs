@@ -166,13 +166,15 @@ pub(super) fn write(text: &str, spec: &ModelSpec, metadata: &mut Metadata) -> Re
     let added = json["added_tokens"].as_array().map(Vec::as_slice).unwrap_or_default();
     let special = |token: &Value| if token["special"] == true { CONTROL } else { USER_DEFINED };
     let of_vocabulary = vocabulary.iter().map(|(token, id)| (token.clone(), id.as_u64(), NORMAL));
-    let of_added = added.iter().filter_map(|token| {
-        Some((token["content"].as_str()?.to_owned(), token["id"].as_u64(), special(token)))
-    });
+    let of_added = added
+        .iter()
+        .filter_map(|token| Some((token["content"].as_str()?.to_owned(), token["id"].as_u64(), special(token))));
     for (token, id, kind) in of_vocabulary.chain(of_added) {
         match id.and_then(|id| tokens.get_mut(usize::try_from(id).ok()?)) {
             Some(place) => *place = Some((token, kind)),
-            None => return Err(format!("its tokenizer has more tokens than the model's {}: `{token}`", spec.vocab_size)),
+            None => {
+                return Err(format!("its tokenizer has more tokens than the model's {}: `{token}`", spec.vocab_size));
+            }
         }
     }
     let tokens: Vec<(String, u64)> = tokens
@@ -192,7 +194,8 @@ pub(super) fn write(text: &str, spec: &ModelSpec, metadata: &mut Metadata) -> Re
     let (names_of, kinds): (Vec<String>, Vec<u64>) = tokens.into_iter().unzip();
     for (which, at, id) in [("bos", 0, spec.bos_token), ("eos", 2, spec.eos_tokens.first().copied())] {
         let around = around_in(&json["post_processor"], at);
-        let is_own = around.is_none_or(|token| id.and_then(|id| names_of.get(id as usize)).is_some_and(|own| *own == token));
+        let is_own =
+            around.is_none_or(|token| id.and_then(|id| names_of.get(id as usize)).is_some_and(|own| *own == token));
         if !is_own {
             return refuse("puts other tokens around texts than the model's first and last");
         }
@@ -207,7 +210,8 @@ pub(super) fn write(text: &str, spec: &ModelSpec, metadata: &mut Metadata) -> Re
     Ok(())
 }
 
-/// What cuts text, without what has no influence on tokens and with what older files leave out.
+/// The form of what cuts text, without what has no influence on tokens and with what older files
+/// leave out.
 fn plain_bytes(mut value: Value) -> Value {
     if let Some(parts) = value.get_mut("pretokenizers").and_then(Value::as_array_mut) {
         parts.iter_mut().for_each(|part| *part = plain_bytes(part.take()));
@@ -352,7 +356,14 @@ mod tests {
             let theirs = golden(name);
             let expected = describe(&theirs).unwrap();
             let rows = theirs.array("tokenizer.ggml.tokens").unwrap().len();
-            let mut ours = Metadata(theirs.0.iter().filter(|(key, _)| key.ends_with("_token_id")).map(|(key, value)| (key.clone(), value.clone())).collect());
+            let mut ours = Metadata(
+                theirs
+                    .0
+                    .iter()
+                    .filter(|(key, _)| key.ends_with("_token_id"))
+                    .map(|(key, value)| (key.clone(), value.clone()))
+                    .collect(),
+            );
             write(&expected.to_string(), &model(&theirs, rows), &mut ours).unwrap();
             assert_eq!(describe(&ours).unwrap(), expected, "{name}");
             assert_eq!(ours.texts("tokenizer.ggml.tokens"), theirs.texts("tokenizer.ggml.tokens"), "{name}");
@@ -387,7 +398,8 @@ mod tests {
         ] {
             assert!(error.contains(words), "{error:?} does not say {words:?}");
         }
-        let error = write(&describe(&golden("gemma3")).unwrap().to_string(), &model(&theirs, rows), &mut Metadata::default());
+        let error =
+            write(&describe(&golden("gemma3")).unwrap().to_string(), &model(&theirs, rows), &mut Metadata::default());
         assert!(error.unwrap_err().contains("--no-tokenizer"));
     }
 }

@@ -78,7 +78,8 @@ where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
     let refuse = |why: String| ModelError::from(WeightsError::NotExportable(why));
-    let spec = model.spec().ok_or_else(|| refuse("it is built of units of one's own, which GGUF has no form for".into()))?;
+    let spec =
+        model.spec().ok_or_else(|| refuse("it is built of units of one's own, which GGUF has no form for".into()))?;
     if let Encoding::Blocks(kind) = options.encoding
         && !kind.is_encoded()
     {
@@ -198,8 +199,7 @@ fn described(form: &Form, spec: &ModelSpec, config: &Map<String, Value>, options
             }
         }
     }
-    for (token, id) in
-        [("bos", spec.bos_token), ("eos", spec.eos_tokens.first().copied()), ("padding", spec.pad_token)]
+    for (token, id) in [("bos", spec.bos_token), ("eos", spec.eos_tokens.first().copied()), ("padding", spec.pad_token)]
     {
         if let Some(id) = id {
             set(&format!("tokenizer.ggml.{token}_token_id"), MetaValue::Integer(id.into()));
@@ -214,10 +214,9 @@ fn plain(value: &Value) -> Option<MetaValue> {
     match value {
         Value::Bool(flag) => Some(MetaValue::Bool(*flag)),
         Value::String(text) => Some(MetaValue::Text(text.clone())),
-        Value::Number(number) => number
-            .as_i64()
-            .map(|n| MetaValue::Integer(n.into()))
-            .or_else(|| number.as_f64().map(MetaValue::Float)),
+        Value::Number(number) => {
+            number.as_i64().map(|n| MetaValue::Integer(n.into())).or_else(|| number.as_f64().map(MetaValue::Float))
+        }
         _ => None,
     }
 }
@@ -229,8 +228,7 @@ fn rope_factors(spec: &ModelSpec) -> Result<Option<Vec<f32>>, String> {
     else {
         return Ok(None);
     };
-    let rule =
-        Rule::Llama3 { factor, low_freq_factor, high_freq_factor, original_context: original_max_positions };
+    let rule = Rule::Llama3 { factor, low_freq_factor, high_freq_factor, original_context: original_max_positions };
     let frequencies = |rule| rope_frequencies(spec.head_dim, rope.theta, rule).map_err(|error| error.to_string());
     let (plain, scaled) = (frequencies(Rule::None)?.0, frequencies(rule)?.0);
     Ok(Some(plain.iter().zip(&scaled).map(|(plain, scaled)| (plain / scaled) as f32).collect()))
@@ -248,7 +246,10 @@ fn planned<'m>(
     for (_, parameter) in model.parameters() {
         for source in &parameter.sources {
             let name = name_in_gguf(form, &source.hf_name).ok_or_else(|| {
-                WeightsError::NotExportable(format!("GGUF files of {} have no tensor for `{}`", form.architecture, source.hf_name))
+                WeightsError::NotExportable(format!(
+                    "GGUF files of {} have no tensor for `{}`",
+                    form.architecture, source.hf_name
+                ))
             })?;
             let of_file = source.shape(&parameter.shape);
             let change = change(form, spec, &name, of_file.len());
