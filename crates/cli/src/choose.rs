@@ -28,6 +28,9 @@ use trainyard_sim::MachineProfile;
 pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile, inputs: &Inputs) -> Result<Ways> {
     let resolved = resolve_for(&load(&[])?, inputs.clone())?;
     if matches!(&resolved.model, trainyard_engine::config::ModelSource::Shape(shape) if shape.vocab_size.is_none()) {
+        if resolved.images.is_some() {
+            bail!("the classes are those of the images of data.train, which cannot be listed: set model.vocab_size");
+        }
         bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
     }
     let room = room(&resolved, profile);

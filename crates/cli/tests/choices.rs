@@ -370,3 +370,38 @@ fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_th
     let tried = failed(run(&folder, &["plan", "c.toml", "--price", "2", "--trial-seconds", "2"]));
     assert!(tried.stderr.contains("neither reads --profile nor tries"), "{}", tried.stderr);
 }
+
+/// Plans of a model of images know its classes and what preparing the images costs; the run that is
+/// picked predicts the same, and its summary has the price.
+#[test]
+fn plans_of_images_count_their_preparation() {
+    let folder = folder();
+    for class in ["cat", "dog"] {
+        let of_class = folder.join("photos").join(class);
+        std::fs::create_dir_all(&of_class).unwrap();
+        for number in 0..6u8 {
+            let file = std::fs::File::create(of_class.join(format!("{number}.png"))).unwrap();
+            let mut encoder = png::Encoder::new(file, 200, 200);
+            encoder.set_color(png::ColorType::Rgb);
+            let pixels: Vec<u8> = (0..120_000u32).map(|i| (i * u32::from(number + 1) >> 3) as u8).collect();
+            encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
+        }
+    }
+    let vit = "[run]\nname = 'vit'\n[model]\nfamily = 'vit'\ndim = 16\nlayers = 1\nheads = 2\n[data]\nformat = 'images'\n\
+               train = ['photos']\nvalidation_fraction = 0\n[images]\nsize = 32\npatch_size = 16\n[training]\nsteps = 4\n\
+               micro_batch_size = 4\nglobal_batch_size = 4\n";
+    folder.write("vit.toml", vit);
+    let shown = run(&folder, &["plan", "vit.toml", "--show", "1"]).ok();
+    // A copy of the model's few bytes is nothing beside four PNG files of 120,000 bytes.
+    let share = |line: &str| line.split_whitespace().rev().nth(1).and_then(|share| share.parse::<f64>().ok());
+    let load = shown.stdout.lines().find(|line| line.trim_start().starts_with("load ")).and_then(share);
+    assert!(load.is_some_and(|share| share > 50.0), "{}", shown.stdout);
+    let trained = run(&folder, &["train", "vit.toml", "--plan", "auto"]).ok();
+    assert!(trained.stdout.contains(" ms for an image, "), "{}", trained.stdout);
+    let preparing = &json(&folder, "runs/vit/plan.json")["predicted"]["time"]["preprocessing"];
+    assert!(preparing["image_s"].as_f64().unwrap() > 0.0, "{preparing}");
+    // Without the images nothing says how many classes there are.
+    std::fs::remove_dir_all(folder.join("photos")).unwrap();
+    let gone = failed(run(&folder, &["plan", "vit.toml"]));
+    assert!(gone.stderr.contains("the classes are those of the images of data.train"), "{}", gone.stderr);
+}

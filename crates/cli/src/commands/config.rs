@@ -2,10 +2,12 @@
 
 use crate::output::{count, print};
 use anyhow::{Context, Result};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use trainyard_base::format_bytes;
-use trainyard_data::Tokenizer;
-use trainyard_engine::config::{Config, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
+use std::sync::Mutex;
+use trainyard_base::{format_bytes, lock};
+use trainyard_data::{ImageIndex, IndexOptions, Tokenizer};
+use trainyard_engine::config::{Config, DataFormat, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
 use trainyard_engine::limit;
 use trainyard_engine::predict::{StepNeeds, predict};
 use trainyard_engine::session::inputs_for;
@@ -22,7 +24,7 @@ pub const QUICKSTART: &str = include_str!("../quickstart.toml");
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Check a configuration: print every derived value with its derivation and the step's memory,
-    /// or all problems at once. Reads no text.
+    /// or all problems at once. Reads no text, and of images the names of their classes.
     ///
     /// If this machine has too little memory for it, that is reported but is no error: the
     /// configuration may be for another machine.
@@ -101,7 +103,26 @@ pub fn resolve_for(config: &Config, inputs: Inputs) -> Result<Resolved> {
         // The vocabulary may become smaller if the text has too few pairs.
         (None, _) => Some(tokenizer.vocab_size.unwrap_or(8192)),
     };
+    if config.data.format == DataFormat::Images && inputs.classes.is_none() {
+        inputs.classes = classes(config, &inputs);
+    }
     Ok(config.resolve(&inputs)?)
+}
+
+/// The classes of the images that `config` trains on; None if they cannot be listed, which a run
+/// reports. Listed once, since plans resolve a configuration many times.
+fn classes(config: &Config, inputs: &Inputs) -> Option<Vec<String>> {
+    static LISTED: Mutex<BTreeMap<Vec<PathBuf>, Option<Vec<String>>>> = Mutex::new(BTreeMap::new());
+    let of_model = inputs.pretrained.as_ref().and_then(|pretrained| pretrained.image.as_ref());
+    if let Some(image) = of_model.filter(|image| !image.labels.is_empty()) {
+        return Some(image.labels.clone());
+    }
+    let sources: Vec<PathBuf> = config.data.train.0.iter().map(|source| source.path.clone()).collect();
+    let list = |sources: &Vec<PathBuf>| {
+        ImageIndex::open(sources, &IndexOptions::default()).ok().map(|images| images.classes().to_vec())
+    };
+    let mut listed = lock(&LISTED);
+    listed.entry(sources).or_insert_with_key(list).clone()
 }
 
 fn check(args: &ConfigArgs) -> Result<()> {

@@ -702,7 +702,9 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
         let preparing = preprocessing.map_or(String::new(), |work| {
             let Preprocessing { image_s, images, workers, step_s } = work;
             let (each, all) = (1e3 * image_s, 1e3 * step_s);
-            format!("; {each:.2} ms for an image, {all:.1} ms for the {images} of a step with data.workers = {workers}")
+            let waits = summary.data_wait_share > 0.01 && session.resolved.config.images.cache.is_none();
+            let hint = if waits { "; images.cache would keep them decoded" } else { "" };
+            format!("; {each:.2} ms for an image, {all:.1} ms for the {images} of a step with data.workers = {workers}{hint}")
         });
         let staleness = summary.staleness.as_deref().map(staleness).unwrap_or_default();
         text += &format!(

@@ -56,6 +56,27 @@ fn layers_win_in_order() {
     assert_eq!(Config::load(None, &[]).unwrap(), Config::default());
 }
 
+/// A recipe is below the keys of its own layer and above those of earlier ones.
+#[test]
+fn a_recipe_sets_keys_of_several_sections() {
+    let with = |text: &str, sets: &[&str]| parse(&format!("{GOOD}{text}"), sets);
+    let fast = with("recipe = 'fast'\n[optimizer]\nlearning_rate = 0.5\n", &[]).unwrap();
+    let of = |config: &Config| (config.optimizer.name, config.optimizer.learning_rate, config.schedule.min_ratio);
+    assert_eq!(of(&fast), (OptimizerName::Muon, Some(0.5), Some(0.0)));
+    assert_eq!(fast.origin("optimizer.name"), Origin::Preset("fast".to_owned()));
+    let over = with("[optimizer]\nname = 'lion'\nlearning_rate = 0.5\n", &["training.recipe=fast"]).unwrap();
+    assert_eq!((of(&over).0, of(&over).1 == Some(0.5)), (OptimizerName::Muon, false));
+    let beside = with("", &["optimizer.name=sgd", "training.recipe=fast"]).unwrap();
+    assert_eq!(of(&beside).0, OptimizerName::Sgd);
+    // The printed configuration names the recipe alone, and is the same again.
+    let resolved = fast.resolve(&inputs()).unwrap();
+    let text = resolved.to_toml();
+    assert!(text.contains("recipe = \"fast\"") && text.contains("# name = \"muon\"  # preset fast"), "{text}");
+    assert_eq!(resolve(&text, &[]).unwrap().optimizer, resolved.optimizer);
+    let error = with("recipe = 'quick'\n", &[]).unwrap_err().to_string();
+    assert!(error.contains("training.recipe \"quick\" is unknown; known recipes: fast"), "{error}");
+}
+
 #[test]
 fn every_derived_value_has_its_derivation() {
     let r = resolve(GOOD, &["training.micro_batch_size=4", "training.global_batch_size=32", "training.steps=1000"])
