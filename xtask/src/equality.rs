@@ -34,6 +34,7 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     let schedules: Vec<Row> = read(&results, "schedules")?;
     let tables = [
         ("layouts", layouts(&read::<Vec<Row>>(&results, "layouts")?)),
+        ("experts", layouts(&read::<Vec<Row>>(&results, "experts")?)),
         ("schedules", of_schedules(&schedules, Row::untied)),
         ("tied", of_schedules(&schedules, Row::tied)),
         ("resume", resumed(&results)?),

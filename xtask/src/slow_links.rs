@@ -41,7 +41,7 @@ interval_steps = 1000000
 threads = 1
 ";
 /// A way of training: its name, ranks on each host, settings, and the steps of a round.
-const WAYS: [(&str, usize, &[&str], usize); 11] = [
+const WAYS: [(&str, usize, &[&str], usize); 14] = [
     ("2 x 2 ranks, one exchange", 2, &["parallel.hierarchical_sums=false"], 1),
     ("2 x 2 ranks, hosts first", 2, &[], 1),
     ("2 x 1 rank, f32", 1, &[], 1),
@@ -51,6 +51,14 @@ const WAYS: [(&str, usize, &[&str], usize); 11] = [
     ("one_bit", 1, &["compression.gradients=one_bit"], 1),
     ("top_k", 1, &["compression.gradients=top_k"], 1),
     ("power_sgd, rank 4", 1, &["compression.gradients=power_sgd"], 1),
+    ("ZeRO-3", 1, &["parallel.data_parallel_shard_degree=2"], 1),
+    ("ZeRO-3, int8 parameters", 1, &["parallel.data_parallel_shard_degree=2", "compression.parameters=int8"], 1),
+    (
+        "ZeRO-3, int8 both",
+        1,
+        &["parallel.data_parallel_shard_degree=2", "compression.parameters=int8", "compression.gradients=int8"],
+        1,
+    ),
     ("diloco, every 20", 1, &["update.rule=diloco", "update.every=20"], 20),
     ("diloco, every 100", 1, &["update.rule=diloco", "update.every=100"], 100),
 ];

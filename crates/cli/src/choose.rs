@@ -13,7 +13,7 @@ use trainyard_calibrate::{Ranks, forecast, layout as layout_of};
 use trainyard_engine::config::{Config, DeviceKind, Inputs, OffloadTier, Parallel, Resolved};
 use trainyard_engine::host;
 use trainyard_engine::predict::Preprocessing;
-use trainyard_engine::shape::is_offloaded;
+use trainyard_engine::shape::{is_offloaded, model_of, model_spec};
 use trainyard_plan::here::{self, Asked, Base, Room, Way, Ways, race};
 use trainyard_program::Lane;
 use trainyard_sim::MachineProfile;
@@ -33,6 +33,10 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
         }
         bail!("the vocabulary is that of the text's characters, so nothing can be priced before it is read");
     }
+    if resolved.parallel.experts > 1 {
+        // Experts that cannot be divided so are an error, not a lack of plans.
+        model_of(&resolved, model_spec(&resolved)?, 0)?;
+    }
     let room = room(&resolved, profile);
     let image_s = image_seconds(&resolved, &note);
     here::ways(&base(&resolved, profile, inputs), &room, &mut |asked: Asked| {
@@ -40,8 +44,8 @@ pub fn ways(load: &dyn Fn(&[String]) -> Result<Config>, profile: &MachineProfile
         let Ok(resolved) = load(&asked.sets).and_then(|config| resolve_for(&config, inputs.clone())) else {
             return Ok(None);
         };
-        let Parallel { pipeline, context, tensor, .. } = resolved.parallel;
-        if [pipeline, context, tensor] != asked.model_degrees {
+        let Parallel { pipeline, context, tensor, experts, .. } = resolved.parallel;
+        if [pipeline, context, tensor, experts] != asked.model_degrees {
             return Ok(None);
         }
         // A model of fewer heads or layers than ranks cannot be divided among them.
@@ -64,12 +68,13 @@ pub fn room(base: &Resolved, profile: &MachineProfile) -> Room {
 }
 
 fn base(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Base {
-    let Parallel { pipeline, context, tensor, .. } = resolved.parallel;
-    let model = pipeline * context * tensor;
+    let Parallel { pipeline, context, tensor, experts, .. } = resolved.parallel;
+    // Each part of the experts needs a replica.
+    let least = pipeline * context * tensor * experts;
     let ranks = match (inputs.processes, &profile.machine.gpu) {
         (Some(count), _) => count..=count,
-        (None, Some(gpu)) => 1..=model.max(gpu.count as usize),
-        (None, None) => 1..=model.max(inputs.cores),
+        (None, Some(gpu)) => 1..=least.max(gpu.count as usize),
+        (None, None) => 1..=least.max(inputs.cores),
     };
     Base {
         global_batch: resolved.batch.global,
@@ -79,8 +84,16 @@ fn base(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Base 
         context,
         divides_sequences: profile.machine.gpu.is_none(),
         tensor,
+        expert_ranks: experts,
+        experts: if profile.machine.gpu.is_none() { experts_of(resolved) } else { 1 },
         ranks,
     }
+}
+
+/// The number of experts of a layer; 1 without.
+fn experts_of(resolved: &Resolved) -> usize {
+    let spec = model_spec(resolved).ok();
+    spec.and_then(|spec| spec.experts).map_or(1, |experts| experts.experts)
 }
 
 fn price(

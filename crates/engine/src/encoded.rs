@@ -309,7 +309,7 @@ fn share_blocks(codec: BlockCodec, elements: usize, ranks: usize) -> usize {
 }
 
 /// The first `bytes` of a buffer of 16-bit words.
-fn words(buffer: &Option<Tensor>, bytes: usize) -> Result<Tensor> {
+pub(crate) fn words(buffer: &Option<Tensor>, bytes: usize) -> Result<Tensor> {
     Ok(buffer.as_ref().expect("allocated for the largest unit").view(0, [bytes / 2])?)
 }
 
@@ -322,7 +322,8 @@ fn clear_behind(message: &mut Tensor, from: usize) -> Result<()> {
     Ok(())
 }
 
-fn encode_on_all_threads(
+/// Encodes `values` and updates `residual`, in parts that threads share.
+pub(crate) fn encode_on_all_threads(
     cpu: &Cpu,
     codec: BlockCodec,
     values: &[f32],
@@ -345,7 +346,13 @@ fn encode_on_all_threads(
 
 /// Decodes the messages of `ranks`, which lie one after the other in `messages`, and adds them up.
 /// Each may be longer than the sum needs.
-fn decode_sum(cpu: &Cpu, codec: BlockCodec, messages: &Tensor, ranks: usize, sum: &mut Tensor) -> Result<()> {
+pub(crate) fn decode_sum(
+    cpu: &Cpu,
+    codec: BlockCodec,
+    messages: &Tensor,
+    ranks: usize,
+    sum: &mut Tensor,
+) -> Result<()> {
     let add = |messages: &[u8]| {
         let each = messages.len() / ranks;
         let messages: Vec<&[u8]> = messages.chunks(each).collect();

@@ -39,6 +39,7 @@ mod exchange;
 mod experts;
 pub mod faults;
 pub mod fp8;
+mod gathers;
 pub mod generate;
 pub mod health;
 pub mod host;

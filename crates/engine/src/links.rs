@@ -11,7 +11,7 @@ use crate::positions::Positions;
 use crate::power_sgd::LowRankSums;
 use crate::rank::RankSettings;
 use crate::server::ServerLinks;
-use crate::state::{Holding, does_not_fit};
+use crate::state::{Holding, does_not_fit, overlap};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -353,28 +353,42 @@ pub struct Reduction {
 }
 
 /// Sums `flat` over the data ranks: reduce-scatter inside the shard group, then all-reduce of the
-/// rank's `own` part across the replicas. Where ranks divide experts, `flat` is a gradient without
-/// or of those alone, and `replicate` are the ranks that hold the same ones. Returns that part of
-/// `flat`; the rest is arbitrary. The sum is rounded to `dtype` on its way, and again when it is
-/// complete, so that every division of the data ranks into shards and replicas gives the same bits.
-/// Where messages are encoded, they are not rounded besides. Low-rank factors are summed over all
-/// ranks at once.
+/// rank's `own` part across the replicas. Returns that part of `flat`; the rest is arbitrary. The
+/// sum is rounded to `dtype` on its way, and again when it is complete, so that every division of
+/// the data ranks into shards and replicas gives the same bits. Where messages are encoded, they are
+/// not rounded besides. Low-rank factors are summed over all ranks at once.
+///
+/// `experts` are the elements of the experts that this replica has, where replicas divide them. The
+/// rows of all replicas that share the experts came to it, so these gradients are summed only across
+/// replicas that have the same ones.
 pub(crate) fn reduce(
     unit: usize,
     flat: &mut Tensor,
     own: Range<usize>,
+    experts: Range<usize>,
     reduction: Reduction,
     links: &mut ReduceLinks,
-    replicate: &Link,
 ) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
     if let Some(low_rank) = &mut links.low_rank {
         low_rank.sum(unit, flat, own, &links.summed)?;
         return Ok(sum);
     }
-    let ReduceLinks { shard, staging, encoded, .. } = &*links;
+    let ReduceLinks { shard, replicate, expert_replicas, staging, encoded, .. } = &*links;
     let (dtype, alone) = (reduction.dtype, Link::default());
-    let replicate = if reduction.over == Axis::Data { replicate } else { &alone };
+    let [replicate, expert_replicas] =
+        [replicate, expert_replicas].map(|link| if reduction.over == Axis::Data { link } else { &alone });
+    let experts = overlap(&experts, &own);
+    let across_replicas = |own_values: &Tensor| -> Result<()> {
+        let start = if experts.is_empty() { own.end } else { experts.start };
+        for (part, link) in [(own.start..start, replicate), (experts.clone(), expert_replicas)] {
+            // The padding after the experts is zero on all ranks.
+            if !part.is_empty() && link.size() > 1 {
+                link.all_reduce(&mut own_values.view(part.start - own.start, [part.len()])?, staging)?;
+            }
+        }
+        Ok(())
+    };
     if let Some(encoded) = encoded {
         let at = reduction.at;
         match encoded.is_over(Axis::Shard) && shard.size() > 1 {
@@ -388,7 +402,7 @@ pub(crate) fn reduce(
     }
     if dtype == DType::F32 {
         shard.reduce_scatter(flat, &mut sum, staging)?;
-        replicate.all_reduce(&mut sum, staging)?;
+        across_replicas(&sum)?;
         return Ok(sum);
     }
     let mut rounded = staging.rounded(flat.elements())?;
@@ -396,10 +410,10 @@ pub(crate) fn reduce(
     let mut own_rounded = rounded.view(own.start, [own.len()])?;
     if shard.size() > 1 {
         shard.reduce_scatter_bf16(&mut rounded, &own_rounded, &mut sum, staging)?;
-        replicate.all_reduce(&mut sum, staging)?;
+        across_replicas(&sum)?;
         ops::cast_into(&sum, &mut own_rounded)?;
     } else {
-        replicate.all_reduce(&mut own_rounded, staging)?;
+        across_replicas(&own_rounded)?;
     }
     ops::cast_into(&own_rounded, &mut sum)?;
     Ok(sum)

@@ -23,9 +23,9 @@ use trainyard_model::{
     RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
-    Axis, Border, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program, ReduceSchedule, Reshard, Schedule,
-    ScheduleTable, SegmentShape, SplitShape, StateBytes, StepKind, Strategy, Tier, UnitShape, ValueShape, check,
-    lower_rank,
+    Axis, Border, Codec, Encoding, ExpertRanks, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program,
+    ReduceSchedule, Reshard, Schedule, ScheduleTable, SegmentShape, SplitShape, StateBytes, StepKind, Strategy, Tier,
+    UnitShape, ValueShape, check, lower_rank,
 };
 use trainyard_tensor::DType;
 use trainyard_tensor::sparsity::Pattern;
@@ -452,6 +452,7 @@ pub fn mesh(resolved: &Resolved) -> Mesh {
         cp: parallel.context as u32,
         tp: parallel.tensor as u32,
         ep: parallel.experts as u32,
+        expert_ranks: ExpertRanks::Replicas,
         ..match resolved.server {
             // Servers own shards of masters, as the ranks of a shard group do.
             Some(_) => Mesh::data(1, parallel.data_degree() as u32),
@@ -494,6 +495,11 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
         },
         server: resolved.server.map(|server| server.server),
         gradients: resolved.compression.gradients,
+        gathers: resolved.compression.parameters.map(|codec| Encoding {
+            codec: Codec::Blocks(codec),
+            over: Axis::Shard,
+            feedback: false,
+        }),
         outer: resolved.compression.outer,
         outer_momentum: resolved.apart.is_some_and(|apart| apart.outer.momentum != 0.0),
         rounding_bits: resolved.constraints.grid.map(|grid| grid.bits),

@@ -165,10 +165,11 @@ impl Writes {
         let holding = rank.parameters.holding();
         // Ranks that divide sequences and shard nothing hold copies of each other too.
         let (copy, copies) = holding.copy();
-        let (replica, replicas) = (replica * copies + copy, replicas * copies);
+        let of = |(replica, replicas): (usize, usize)| (replica * copies + copy, replicas * copies);
+        let ((replica, replicas), of_experts) = (of((replica, replicas)), of(holding.experts));
         let of_lower_stages = BTreeSet::clone(&holding.of_lower_stages);
         let first_of_tensor_group = holding.tensor == 0;
-        Writes { replica, replicas, of_experts: holding.experts, first_of_tensor_group, of_lower_stages }
+        Writes { replica, replicas, of_experts, first_of_tensor_group, of_lower_stages }
     }
 
     /// The pieces that the rank writes of a tensor that is divided like the parameter `spec` of

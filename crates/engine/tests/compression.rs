@@ -62,6 +62,40 @@ fn what_is_sharded_changes_no_bit_of_encoded_gradients() {
     }
 }
 
+/// Forward computes with the decoded parameters on every rank, their owner included. Blocks are cut
+/// alike however many ranks shard them, and what a rank keeps between forward and backward is
+/// decoded already.
+#[test]
+fn encoded_parameters_have_the_bits_of_any_number_of_shards() {
+    let ways: [&[&str]; 5] = [
+        &["parallel.data_parallel_shard_degree=4", "parallel.prefetch=2"],
+        &["parallel.data_parallel_shard_degree=4", "parallel.reshard_after_forward=false"],
+        &["parallel.data_parallel_shard_degree=4", "parallel.reshard_after_forward=2"],
+        &["parallel.data_parallel_shard_degree=2", "activation_checkpointing.mode='full'"],
+        &["parallel.data_parallel_shard_degree=4", "memory.offload.parameters='disk'"],
+    ];
+    for (codec, compute, tolerance) in
+        [("int8", "f32", 0.002), ("int8", "bf16", 0.002), ("int4", "f32", 0.03), ("bf16", "f32", 0.001)]
+    {
+        let base =
+            ["parallel.ranks=4", "parallel.zero_stage=3", &format!("precision.compute='{compute}'")].map(str::to_owned);
+        let (codec, mut reference) = (format!("compression.parameters='{codec}'"), None);
+        let base: Vec<&str> = base.iter().map(String::as_str).collect();
+        for way in ways {
+            let sets = [&base[..], &[&codec], way].concat();
+            let ends = train(&sets, 20);
+            let result = (losses(&ends), weights(&ends));
+            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+            ends.iter().for_each(|end| check_memory(end, &sets));
+        }
+        let (exact, (ours, _)) = (train(&base, 20), reference.unwrap());
+        assert_ne!(ours, losses(&exact), "{codec}: nothing was encoded");
+        let mean = |losses: &[f64]| losses[10..].iter().sum::<f64>() / 10.0;
+        let (ours, exact) = (mean(&ours), mean(&losses(&exact)));
+        assert!((ours / exact - 1.0).abs() < tolerance, "{codec} {compute}: {ours} against {exact}");
+    }
+}
+
 /// Signs and the largest elements alone send much of a gradient later, which shows in few steps. So
 /// do four bits where sums are encoded twice: 2.0 to 2.3 % more loss over four seeds with AVX2.
 #[test]
@@ -141,7 +175,25 @@ fn messages_between_replicas_alone_can_be_encoded() {
 
 #[test]
 fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
-    let cases: [(&[&str], &str); 18] = [
+    let cases: [(&[&str], &str); 22] = [
+        (&["parallel.ranks=2", "compression.parameters='int8'"], "nothing is gathered; set parallel.zero_stage = 3"),
+        (
+            &["parallel.ranks=2", "parallel.zero_stage=3", "compression.parameters='one_bit'"],
+            "use \"int8\" or \"int4\"",
+        ),
+        (
+            &["parallel.ranks=2", "parallel.zero_stage=3", "compression.parameters='bf16'"],
+            "forward reads 16-bit parameters, and so they travel",
+        ),
+        (
+            &[
+                "parallel.ranks=2",
+                "parallel.zero_stage=3",
+                "compression.parameters='int8'",
+                "training.elastic_bits=true",
+            ],
+            "training.elastic_bits needs the same on one rank",
+        ),
         (&["compression.gradients='int8'"], "has no effect"),
         (&["parallel.ranks=2", "compression.over='replicas'"], "compression.over has no effect"),
         (&["parallel.ranks=2", "compression.top_k_density=0.1"], "no codec is \"top_k\""),

@@ -101,6 +101,46 @@ fn experts_over_ranks_train_as_whole_ones() {
     }
 }
 
+/// Layouts in which replicas of several ranks divide experts: their state, their stages and their
+/// sequences are divided too.
+const REPLICAS: [&str; 9] = [
+    "parallel.ranks=4 parallel.zero_stage=1",
+    "parallel.ranks=4 parallel.zero_stage=2 parallel.reduce_schedule='micro_batch'",
+    "parallel.ranks=4 parallel.zero_stage=3 activation_checkpointing.mode='full'",
+    "parallel.ranks=8 parallel.zero_stage=3 parallel.data_parallel_shard_degree=2 memory.offload.optimizer='disk'",
+    "parallel.ranks=4 parallel.context_parallel_degree=2",
+    "parallel.ranks=8 parallel.context_parallel_degree=2 parallel.zero_stage=2 parallel.data_parallel_shard_degree=2",
+    "parallel.ranks=4 parallel.pipeline_parallel_degree=2",
+    "parallel.ranks=4 parallel.pipeline_parallel_degree=2 parallel.pipeline_schedule='zero_bubble'",
+    "parallel.ranks=8 parallel.pipeline_parallel_degree=2 parallel.zero_stage=1 parallel.data_parallel_shard_degree=2",
+];
+
+/// The losses, norms and gradients are those of one rank that has everything, and a rank holds as
+/// much as was predicted.
+#[test]
+fn replicas_that_are_divided_further_divide_experts() {
+    // A token's share of an auxiliary loss depends on the others of its micro-batch, which differ.
+    for mixture in ["model.family='mixtral' experts.count=4 experts.auxiliary_loss=0", MIXTURES[2]] {
+        let one = ends(&format!("{mixture} precision.compute='f32' training.micro_batch_size=8"));
+        let theirs = floats(&gradients(&one));
+        let largest = theirs.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+        for layout in REPLICAS {
+            let base = format!("{mixture} precision.compute='f32' training.micro_batch_size=1 {layout}");
+            let spread = ends(&format!("{base} parallel.expert_parallel_degree=2"));
+            assert!(spread.iter().any(|end| end.outcomes[0].expert_bytes > 0), "{layout}");
+            for (ours, theirs) in losses(&spread).iter().zip(losses(&one)) {
+                assert!(close(*ours, theirs, 1e-5), "{layout}: {ours} and {theirs}");
+            }
+            assert!(close(norms(&spread)[0], norms(&one)[0], 1e-5), "{layout}: {:?} {:?}", norms(&spread), norms(&one));
+            let ours = floats(&gradients(&spread));
+            let apart = ours.iter().zip(&theirs).fold(0.0f32, |most, (ours, theirs)| most.max((ours - theirs).abs()));
+            assert!(apart <= 1e-5 * largest, "{layout}: gradients differ by {apart} of {largest}");
+            let sets: Vec<&str> = base.split_whitespace().collect();
+            spread.iter().for_each(|end| check_state(end, &sets));
+        }
+    }
+}
+
 /// A rank holds its experts only: parameters, gradients and optimizer state are as predicted, and
 /// those of experts are half as many.
 #[test]
@@ -164,12 +204,14 @@ fn layouts_that_do_not_run_are_refused_with_what_would() {
     };
     let mixtral = "model.family='mixtral' experts.count=4";
     for (text, words) in [
-        ("", "make parallel.ranks a multiple of 2"),
+        ("parallel.ranks=1", "make parallel.ranks a multiple of 2"),
         ("parallel.ranks=3 training.global_batch_size=6", "of which there are 3: make parallel.ranks a multiple of 2"),
         ("parallel.ranks=4 parallel.tensor_parallel_degree=2", "set parallel.tensor_parallel_degree = 1"),
-        ("parallel.ranks=4 parallel.context_parallel_degree=2", "set parallel.context_parallel_degree = 1"),
-        ("parallel.ranks=4 parallel.pipeline_parallel_degree=2", "set parallel.pipeline_parallel_degree = 1"),
-        ("parallel.ranks=2 parallel.zero_stage=1", "set parallel.zero_stage = 0"),
+        ("parallel.ranks=2 parallel.context_parallel_degree=2", "make parallel.ranks a multiple of 4"),
+        (
+            "parallel.ranks=4 parallel.zero_stage=1 parallel.data_parallel_shard_degree=4",
+            "of which there are 1 of 4 shards each: make parallel.data_parallel_replicate_degree a multiple of 2",
+        ),
         ("parallel.ranks=2 training.elastic_bits=true", "set training.elastic_bits = false"),
         ("parallel.ranks=2 update.rule='local'", "set update.rule = \"synchronous\""),
         ("parallel.ranks=2 compression.gradients='bf16'", "set compression.gradients = \"none\""),

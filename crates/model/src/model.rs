@@ -61,7 +61,7 @@ impl Model {
         experts: ExpertSplit,
     ) -> Result<Model> {
         spec.validate()?;
-        experts.check(&spec, split, context)?;
+        experts.check(&spec, split)?;
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
         let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));

@@ -52,6 +52,8 @@ pub enum Cut {
     SharedDownColumns,
     /// Whole, for compute of which each rank has a summand.
     Router,
+    /// Whole, for compute that each rank repeats: choices of experts.
+    Choices,
     /// Whole, for compute on the residual stream.
     Residual,
     /// Whole, for compute on each head.
@@ -119,8 +121,8 @@ impl ExpertSplit {
     ///
     /// # Errors
     /// A model without experts, a number of experts that the degree does not divide, or experts
-    /// whose columns or rows are divided too.
-    pub fn check(&self, spec: &ModelSpec, tensor: TensorSplit, context: ContextSplit) -> Result<()> {
+    /// whose columns are divided too.
+    pub fn check(&self, spec: &ModelSpec, tensor: TensorSplit) -> Result<()> {
         let ExpertSplit { rank, ranks } = *self;
         if ranks == 1 {
             return Ok(());
@@ -133,10 +135,8 @@ impl ExpertSplit {
                     (1..=experts.experts).filter(|n| experts.experts.is_multiple_of(*n)).collect();
                 format!("{} experts cannot be divided among {ranks} ranks: use one of {possible:?}", experts.experts)
             }
-            Some(_) if tensor.ranks > 1 || context.ranks > 1 => {
-                "experts are divided among ranks that have whole products and whole sequences: leave the tensor and \
-                 the context degree at 1"
-                    .to_owned()
+            Some(_) if tensor.ranks > 1 => {
+                "experts are divided among ranks that have whole products: leave the tensor degree at 1".to_owned()
             }
             Some(_) => return Ok(()),
         };
@@ -342,6 +342,10 @@ impl Division {
             }
             Cut::EachHead | Cut::AllHeads | Cut::Router => {
                 parameter.layout = Layout::Replicated;
+                return;
+            }
+            Cut::Choices => {
+                parameter.layout = Layout::Invariant;
                 return;
             }
             Cut::VocabularyRows => (0, vec![Stretch::own(self.vocabulary.clone())]),

@@ -25,6 +25,15 @@ pub struct Run {
     pub health: Vec<HealthEvent>,
     /// Reports of failures.
     pub faults: Vec<FaultReport>,
+    /// The images that it trains on; None if it trains on text.
+    pub images: Option<Images>,
+}
+
+/// The preparation of a run's images.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Images {
+    /// True if decoded images are kept on disk (`images.cache`).
+    pub cached: bool,
 }
 
 /// The record of one rank.
@@ -114,6 +123,7 @@ impl Run {
         run.samples = monitor::read(&monitor::path(folder, 0))?;
         run.health = health::read(folder)?;
         run.faults = fault_reports(&folder.join("faults"))?;
+        run.images = images(&folder.join("config.toml"));
         Ok(run)
     }
 
@@ -126,6 +136,15 @@ impl Run {
     pub fn world(&self) -> usize {
         self.ranks.first().map_or(0, |rank| rank.programs.programs[0].mesh.ranks() as usize)
     }
+}
+
+/// The images of the configuration `path`; None too where it cannot be read, because times are
+/// explained without it.
+fn images(path: &Path) -> Option<Images> {
+    let config: toml::Table = std::fs::read_to_string(path).ok()?.parse().ok()?;
+    let is_of_images = config.get("data")?.get("format")?.as_str() == Some("images");
+    let cached = config.get("images").and_then(|images| images.get("cache")).is_some();
+    is_of_images.then_some(Images { cached })
 }
 
 fn fault_reports(folder: &Path) -> Result<Vec<FaultReport>, RecordError> {

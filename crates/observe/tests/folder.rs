@@ -57,6 +57,26 @@ fn a_folder_holds_what_was_recorded_and_its_trace_every_instruction_and_message(
     }
 }
 
+/// A run of images that waits for them is told of the cache of decoded ones, unless it has it.
+#[test]
+fn what_helps_a_waiting_step_depends_on_what_it_reads() {
+    let recording = record(Plant::SlowTokenizer, 2, 5);
+    for (config, told) in [
+        ("[training]\nsteps = 43\n", false),
+        ("[data]\nformat = \"text\"\n", false),
+        ("[data]\nformat = \"images\"\n", true),
+        ("[data]\nformat = \"images\"\n[images]\ncache = \"decoded\"\n", false),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), &recording.run, config);
+        let run = Run::open(folder.path()).unwrap();
+        let diagnosis = diagnose(&Findings::of(&run));
+        let verdict = diagnosis.verdict(Cause::InputBound).expect("it waits for batches");
+        let cache = verdict.advice.iter().any(|advice| advice.setting.as_deref() == Some("images.cache"));
+        assert_eq!(cache, told, "{config}");
+    }
+}
+
 #[test]
 fn perfetto_drops_no_event_of_a_trace() {
     // Its trace processor drops arrows whose id is no number, times below zero, and slices that

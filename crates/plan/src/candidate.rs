@@ -176,7 +176,7 @@ pub fn state_bytes(format: Format) -> StateBytes {
 impl fmt::Display for Layout {
     /// `tp 8, pp 4, dp 16, ZeRO-1 in groups of 8`; degrees of 1 are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = self.mesh;
+        let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep, .. } = self.mesh;
         let mut parts: Vec<String> = [("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)]
             .into_iter()
             .filter(|(_, degree)| *degree > 1)

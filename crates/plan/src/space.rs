@@ -16,7 +16,7 @@
 use crate::stacks::Rules;
 use crate::{Candidate, Checkpointing};
 use serde::Serialize;
-use trainyard_program::{Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier, runnable};
+use trainyard_program::{ExpertRanks, Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier, runnable};
 use trainyard_sim::Format;
 
 /// The dimensions of the model, the batch and the cluster that bound the space.
@@ -159,6 +159,7 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                             cp: cp as u32,
                             tp: tp as u32,
                             ep: ep as u32,
+                            expert_ranks: ExpertRanks::Shards,
                         };
                         let wanted = allowed(fixed.dp_replicate, mesh.dp_replicate)
                             && allowed(fixed.dp_shard, mesh.dp_shard)

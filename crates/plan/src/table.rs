@@ -203,7 +203,7 @@ pub fn lines<Row: AsRef<[String]>>(titles: &[&str], rows: impl IntoIterator<Item
 /// The details of plan number `number`, counted from 1.
 pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64) -> String {
     let candidate = &plan.candidate;
-    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = candidate.mesh;
+    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep, .. } = candidate.mesh;
     let blocks = request.model.layers + request.model.encoder_layers;
     let mut text = format!("plan {number}: {}\n", plan.layout);
     for (name, degree) in [

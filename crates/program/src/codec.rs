@@ -170,15 +170,15 @@ impl fmt::Display for Codec {
     }
 }
 
-/// The encoding of the messages of a sum over ranks. Each rank encodes its contribution;
-/// contributions are decoded and added in f32. A sum that is then sent to the other replicas is
-/// encoded once more.
+/// The encoding of the messages of a sum over ranks, or of a gather. Each rank encodes its
+/// contribution; contributions are decoded and added in f32. A sum that is then sent to the other
+/// replicas is encoded once more. Gathered shards are decoded on every rank, their owner included.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Encoding {
     /// The form of the messages.
     pub codec: Codec,
     /// [`Axis::Data`]: both in the shard group and across replicas. [`Axis::Replicate`]: across
-    /// replicas only.
+    /// replicas only. [`Axis::Shard`]: in the shard group only.
     pub over: Axis,
     /// True if a rank keeps what its messages left out and adds it to the next (error feedback).
     pub feedback: bool,
@@ -187,7 +187,12 @@ pub struct Encoding {
 impl Encoding {
     /// True if messages between the ranks of `axis` are encoded.
     pub const fn is_over(&self, axis: Axis) -> bool {
-        matches!((self.over, axis), (Axis::Data, Axis::Shard | Axis::Replicate) | (Axis::Replicate, Axis::Replicate))
+        matches!(
+            (self.over, axis),
+            (Axis::Data, Axis::Shard | Axis::Replicate)
+                | (Axis::Replicate, Axis::Replicate)
+                | (Axis::Shard, Axis::Shard)
+        )
     }
 }
 

@@ -523,6 +523,9 @@ pub struct Instruction {
     /// The encoding of the message, if it is encoded; `bytes` counts the bytes before encoding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
+    /// Bytes of an element of the message before it is encoded.
+    #[serde(default = "four", skip_serializing_if = "is_four")]
+    pub element_bytes: u32,
     /// The factors that are sent in place of the message, with [`PowerSgd`](crate::PowerSgd).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub factors: Option<Factors>,
@@ -539,19 +542,27 @@ fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
 }
 
+fn four() -> u32 {
+    4
+}
+
+fn is_four(bytes: &u32) -> bool {
+    *bytes == 4
+}
+
 fn is_first(index: &u32) -> bool {
     *index == 0
 }
 
 impl Instruction {
-    /// Bytes of the message between the ranks of `axis` for an f32 buffer of `bytes` bytes: fewer
-    /// than `bytes` if the message is encoded. Factors are summed over all data ranks at once.
+    /// Bytes of the message between the ranks of `axis` for a buffer of `bytes` bytes: fewer than
+    /// `bytes` if the message is encoded. Factors are summed over all data ranks at once.
     pub fn sent_bytes(&self, axis: Axis, bytes: u64) -> u64 {
         if let Some(factors) = self.factors {
             return factors.messages().iter().sum();
         }
         match self.encoding.filter(|encoding| encoding.is_over(axis)).map(|encoding| encoding.codec) {
-            Some(Codec::Blocks(codec)) => codec.bytes(bytes / 4),
+            Some(Codec::Blocks(codec)) => codec.bytes(bytes / u64::from(self.element_bytes)),
             _ => bytes,
         }
     }
@@ -563,6 +574,7 @@ impl Instruction {
             after: Vec::new(),
             bytes: 0,
             encoding: None,
+            element_bytes: 4,
             factors: None,
             working_bytes: 0,
             effects: Vec::new(),
@@ -581,6 +593,13 @@ impl Instruction {
             Some(Codec::PowerSgd(codec)) => Some(codec.factors_of(matrices)),
             _ => None,
         };
+        self
+    }
+
+    /// The message of gathered parameters of `width` bytes each, in the form of `encoding`.
+    pub(crate) fn encoded_parameters(mut self, encoding: Option<Encoding>, width: u32) -> Instruction {
+        self.encoding = encoding.filter(|_| self.bytes > 0);
+        self.element_bytes = if self.encoding.is_some() { width } else { 4 };
         self
     }
 

@@ -40,7 +40,7 @@ pub use instruction::{Action, BackwardPart, Collective, Effect, Instruction, Kee
 pub use layout::{Change, Layout};
 pub use lower::{lower, lower_all, lower_rank, lower_stages};
 pub use memory::{LaneSummary, Memory, Report};
-pub use mesh::{Axes, Axis, Coordinates, Group, Mesh};
+pub use mesh::{Axes, Axis, Coordinates, ExpertRanks, Group, Mesh};
 pub use order::{MicroBatches, PipelineSchedule, ScheduleFacts, StretchMap, Turn};
 pub use passes::{Stretch, even_cuts};
 pub use program::Program;

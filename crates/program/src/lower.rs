@@ -404,7 +404,10 @@ impl<'a> Lowering<'a> {
         }
         let full = self.sizes.full(unit, self.strategy.bytes.parameter);
         let stayed = if over == shards { 0 } else { full / u64::from(over) };
+        // Parts that were kept are the decoded ones, and travel as they are.
+        let encoding = self.strategy.gathers.filter(|_| over == shards);
         let gather = Instruction::new(Action::Gather { unit, over }).moving(full);
+        let gather = gather.encoded_parameters(encoding, self.strategy.bytes.parameter);
         let gather = gather.taking(MemoryKind::Gathered, full - stayed);
         let gather = self.builder.push(gather, before.into_iter().chain(fetched));
         if from_tier {

@@ -19,10 +19,24 @@ pub struct Mesh {
     pub cp: u32,
     /// Number of ranks that share every product (tensor parallelism).
     pub tp: u32,
-    /// Number of ranks that share the experts of a layer. They are neighbours in one shard group,
-    /// so this divides `dp_shard` x `cp`. Where that is 1, they are neighbouring replicas, and this
-    /// divides `dp_replicate`.
+    /// Number of ranks that share the experts of a layer. It divides `dp_shard` x `cp`, or
+    /// `dp_replicate` where these ranks are replicas ([`Mesh::experts_of_replicas`]).
     pub ep: u32,
+    /// The ranks that share them.
+    #[serde(default)]
+    pub expert_ranks: ExpertRanks,
+}
+
+/// The ranks that share the experts of a layer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExpertRanks {
+    /// Neighbours in one shard group, over the rest of which the state of their experts is sharded,
+    /// as in torchtitan and Megatron-LM. A shard group of one rank has none: then replicas do.
+    #[default]
+    Shards,
+    /// Neighbouring replicas with the same shard. Each shards its state, its own experts included.
+    Replicas,
 }
 
 /// A direction of the mesh. The ranks along it work together in a collective.
@@ -156,7 +170,7 @@ pub struct Group {
 
 impl Default for Mesh {
     fn default() -> Mesh {
-        Mesh { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, tp: 1, ep: 1 }
+        Mesh { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, tp: 1, ep: 1, expert_ranks: ExpertRanks::Shards }
     }
 }
 
@@ -227,9 +241,15 @@ impl Mesh {
         Group { ranks: (0..count).map(|i| first + i * stride).collect(), index: (rank - first) / stride }
     }
 
-    /// The ranks along [`Axis::Data`] that hold the same experts as `rank`, if nothing is sharded.
+    /// True if experts are divided among replicas.
+    pub fn experts_of_replicas(&self) -> bool {
+        self.ep > 1 && (self.shard_degree() == 1 || self.expert_ranks == ExpertRanks::Replicas)
+    }
+
+    /// The ranks along [`Axis::Replicate`] that hold the same experts as `rank`, if experts are
+    /// divided among replicas.
     pub fn expert_replicas(&self, rank: u32) -> Group {
-        let Group { ranks, index } = self.group(rank, Axis::Data);
+        let Group { ranks, index } = self.group(rank, Axis::Replicate);
         let place = index % self.ep;
         Group {
             ranks: ranks.into_iter().skip(place as usize).step_by(self.ep as usize).collect(),
@@ -249,6 +269,7 @@ impl Mesh {
     fn progression(&self, rank: u32, axis: Axis) -> (u32, u32) {
         let stride = match axis {
             Axis::Tensor | Axis::World => 1,
+            Axis::Expert if self.experts_of_replicas() => self.tp * self.shard_degree(),
             Axis::Context | Axis::Shard | Axis::Data | Axis::Expert => self.tp,
             Axis::Replicate => self.tp * self.shard_degree(),
             Axis::Pipeline => self.stage_ranks(),

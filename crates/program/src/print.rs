@@ -96,9 +96,9 @@ fn details(instruction: &Instruction) -> String {
     }
     if let Some(encoding) = &instruction.encoding {
         let Encoding { codec, over, feedback } = encoding;
-        let axis = if *over == Axis::Data { Axis::Shard } else { Axis::Replicate };
+        let axis = if *over == Axis::Replicate { Axis::Replicate } else { Axis::Shard };
         let sent = size(instruction.sent_bytes(axis, instruction.bytes));
-        let over = unless(*over, Axis::Data);
+        let over = if *over == Axis::Shard { String::new() } else { unless(*over, Axis::Data) };
         details.push(format!("as {codec}{over} {sent}{}", if *feedback { ", with feedback" } else { "" }));
     }
     for effect in &instruction.effects {
@@ -164,7 +164,7 @@ fn describe(program: &Program, action: Action) -> String {
             format!("{name} {} {micro_batch} from {from}", flow(unit_name(unit), phase))
         }
         Action::Exchange { collective, axis, unit, micro_batch, phase, border, times } => {
-            match exchanged(program, unit, phase, border) {
+            match exchanged(program, unit, phase, border).filter(|_| axis != Axis::Expert) {
                 Some((value, [from, to])) => {
                     let (name, of) = (collective.name(), flow(value, phase));
                     let layouts = format!("{} -> {} over {}", from.name(), to.name(), axis.name());

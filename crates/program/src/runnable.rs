@@ -26,11 +26,12 @@ impl Runnable {
 /// that does not divide the model, for example its heads, is refused by the model instead.
 pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
     let context = if on_gpus { mesh.cp } else { 1 };
-    // Experts are divided among processors that share nothing else.
-    let experts = if !on_gpus && [mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp] == [1; 4] { 1 } else { mesh.ep };
-    let lacking = match (mesh.ep > 1, on_gpus) {
-        (true, true) => "expert parallelism on GPUs",
-        _ => "expert parallelism beside shards or another degree",
+    // Experts are divided among replicas on processors, whose products are whole.
+    let experts = if !on_gpus && mesh.experts_of_replicas() && mesh.tp == 1 { 1 } else { mesh.ep };
+    let lacking = match (on_gpus, mesh.experts_of_replicas()) {
+        (true, _) => "expert parallelism on GPUs",
+        (false, true) => "expert parallelism beside tensor parallelism",
+        (false, false) => "expert parallelism inside a shard group",
     };
     let degrees = [(context, "context parallelism on GPUs"), (experts, lacking)];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);

@@ -25,10 +25,11 @@ impl<'a> Sizes<'a> {
             let all = unit.flat_elements.saturating_sub(unit.frozen_elements);
             let experts = unit.expert_elements.min(all);
             let [dense, experts] = [all - experts, experts].map(|elements| elements.div_ceil(tp));
-            // Experts are split over `ep` neighbours of the shard group, and sharded over the rest
-            // of it.
-            let shard = padded(dense + experts, shards) / u64::from(shards);
-            [padded(dense + experts.div_ceil(ep), shards), shard]
+            let held = padded(dense + experts.div_ceil(ep), shards);
+            // Among the ranks of a shard group, experts are split over `ep` neighbours, and sharded
+            // over the rest of it.
+            let sharded = if mesh.experts_of_replicas() { held } else { padded(dense + experts, shards) };
+            [held, sharded / u64::from(shards)]
         };
         let frozen = |unit: &crate::UnitShape| {
             let tp = if unit.split.is_some() { 1 } else { tp };
@@ -95,7 +96,8 @@ impl<'a> Sizes<'a> {
     }
 
     /// Bytes of the message by which a unit's gradient is summed over the data ranks. Where nothing
-    /// is sharded and every rank has other experts, their gradients are complete.
+    /// is sharded and every rank has other experts, their gradients are complete. Where shards are
+    /// summed over replicas, those of experts count, though they are summed over fewer.
     pub fn reduced(&self, unit: u32, width: u32) -> u64 {
         let Mesh { ep, .. } = *self.mesh;
         let alone = ep > 1 && self.mesh.shard_degree() == 1 && self.mesh.degree(Axis::Data) == ep;

@@ -258,6 +258,9 @@ pub struct Strategy {
     pub kind: StepKind,
     /// The form of gradients on their way between ranks; None: `bytes.reduce` bytes per element.
     pub gradients: Option<Encoding>,
+    /// The form of sharded parameters while the whole shard group gathers them; None: that in which
+    /// forward reads them.
+    pub gathers: Option<Encoding>,
     /// The form of parameter changes on their way between replicas in an outer step; None: f32.
     pub outer: Option<Encoding>,
     /// True if outer steps have momentum.
@@ -292,6 +295,7 @@ impl Strategy {
             sequence_parallel: false,
             kind: StepKind::Synchronous,
             gradients: None,
+            gathers: None,
             outer: None,
             outer_momentum: true,
             server: None,
@@ -616,10 +620,10 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     if !strategy.kind.is_synchronous() && (optimizer.is_some() || parameters.is_some() || gradients.is_some()) {
         return Err(StrategyError::LocalOffload);
     }
-    if mesh.ep > 1 && shards == 1 && !mesh.dp_replicate.is_multiple_of(mesh.ep) {
+    if mesh.experts_of_replicas() && !mesh.dp_replicate.is_multiple_of(mesh.ep) {
         return Err(StrategyError::ExpertsOfReplicas { experts: mesh.ep, replicas: mesh.dp_replicate });
     }
-    if mesh.ep > 1 && shards > 1 && !shards.is_multiple_of(mesh.ep) {
+    if !mesh.experts_of_replicas() && !shards.is_multiple_of(mesh.ep) {
         return Err(StrategyError::Experts { experts: mesh.ep, shards });
     }
     validate_splits(model, mesh, strategy)?;
@@ -659,7 +663,9 @@ fn validate_splits(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Resu
     if mesh.cp > 1 && !model.units.iter().filter_map(|unit| unit.split.as_ref()).all(on_rows) {
         return Err(StrategyError::SplitWith("context"));
     }
-    if mesh.ep > 1 {
+    // Rows of experts are exchanged inside the passes of split units, between replicas with whole
+    // products.
+    if mesh.ep > 1 && !(mesh.experts_of_replicas() && mesh.tp == 1) {
         return Err(StrategyError::SplitWith("expert"));
     }
     for (unit, split) in model.units.iter().filter_map(|unit| Some((unit, unit.split.as_ref()?))) {

@@ -264,7 +264,7 @@ fn split_shapes_that_do_not_fit_say_why() {
 /// Context, tensor and pipeline ranks work on the same micro-batches.
 #[test]
 fn data_ranks_are_those_with_different_micro_batches() {
-    let mesh = Mesh { pp: 2, dp_replicate: 2, dp_shard: 3, cp: 2, tp: 2, ep: 1 };
+    let mesh = Mesh { pp: 2, dp_replicate: 2, dp_shard: 3, cp: 2, tp: 2, ..Mesh::default() };
     let mut ranks_of = vec![Vec::new(); mesh.data_parallel() as usize];
     for rank in 0..mesh.ranks() {
         ranks_of[mesh.data_rank(rank) as usize].push(rank);

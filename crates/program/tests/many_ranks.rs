@@ -5,8 +5,8 @@ mod common;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use trainyard_program::{
-    Axis, Lane, Memory, MemoryKind, Mesh, ModelShape, PipelineSchedule, Reshard, Runnable, Schedule, StateBytes,
-    Strategy as How, UnitShape, check_ranks, lower, lower_rank, runnable,
+    Axis, ExpertRanks, Group, Lane, Memory, MemoryKind, Mesh, ModelShape, PipelineSchedule, Reshard, Runnable,
+    Schedule, StateBytes, Strategy as How, UnitShape, check_ranks, lower, lower_rank, runnable,
 };
 
 /// 10,000 of everything, of which 1,000 are drawn unless all are asked for: each lowered for all
@@ -83,7 +83,7 @@ fn a_pipeline_keeps_the_micro_batches_in_flight() {
 /// furthest apart.
 #[test]
 fn groups_are_numbered_with_tensor_innermost_and_pipeline_outermost() {
-    let mesh = Mesh { pp: 2, dp_replicate: 2, dp_shard: 3, cp: 2, tp: 2, ep: 3 };
+    let mesh = Mesh { pp: 2, dp_replicate: 2, dp_shard: 3, cp: 2, tp: 2, ep: 3, ..Mesh::default() };
     let ranks = |axis| mesh.group(29, axis).ranks;
     assert_eq!(mesh.ranks(), 48);
     assert_eq!(ranks(Axis::Tensor), [28, 29]);
@@ -93,11 +93,17 @@ fn groups_are_numbered_with_tensor_innermost_and_pipeline_outermost() {
     assert_eq!(ranks(Axis::Replicate), [29, 41]);
     assert_eq!(ranks(Axis::Data).len(), 12);
     assert_eq!(ranks(Axis::Pipeline), [5, 29]);
-    for axis in [Axis::Tensor, Axis::Context, Axis::Shard, Axis::Expert, Axis::Replicate, Axis::Pipeline] {
-        for rank in 0..mesh.ranks() {
-            let group = mesh.group(rank, axis);
-            assert_eq!(group.ranks[group.index as usize], rank);
-            assert!(group.ranks.iter().all(|peer| mesh.group(*peer, axis).ranks == group.ranks));
+    let replicas = Mesh { dp_replicate: 4, ep: 2, expert_ranks: ExpertRanks::Replicas, ..mesh };
+    assert_eq!(replicas.group(29, Axis::Replicate).ranks, [5, 17, 29, 41]);
+    assert_eq!(replicas.group(29, Axis::Expert).ranks, [29, 41]);
+    assert_eq!(replicas.expert_replicas(29), Group { ranks: vec![5, 29], index: 1 });
+    for mesh in [mesh, replicas] {
+        for axis in [Axis::Tensor, Axis::Context, Axis::Shard, Axis::Expert, Axis::Replicate, Axis::Pipeline] {
+            for rank in 0..mesh.ranks() {
+                let group = mesh.group(rank, axis);
+                assert_eq!(group.ranks[group.index as usize], rank);
+                assert!(group.ranks.iter().all(|peer| mesh.group(*peer, axis).ranks == group.ranks));
+            }
         }
     }
     let place = mesh.coordinates(29);
@@ -131,12 +137,17 @@ fn strategies_that_do_not_fit_say_what_would() {
     let words = "priced, not runnable yet: the engine has no context parallelism on GPUs (degree 2), \
                  no expert parallelism on GPUs (degree 2)";
     assert_eq!(runnable(&mesh, true).to_string(), words);
-    let beside = "the engine has no expert parallelism beside shards or another degree (degree 2)";
-    assert!(runnable(&mesh, false).to_string().ends_with(beside));
+    let inside = "the engine has no expert parallelism inside a shard group (degree 2)";
+    assert!(runnable(&mesh, false).to_string().ends_with(inside));
     let replicas = Mesh { ep: 2, ..Mesh::data(4, 1) };
     assert_eq!(runnable(&replicas, false), Runnable::Yes);
     assert!(!runnable(&replicas, true).is_yes());
     assert!(!runnable(&Mesh { ep: 2, ..Mesh::data(1, 4) }, false).is_yes());
+    let sharded = Mesh { pp: 2, cp: 2, ep: 2, expert_ranks: ExpertRanks::Replicas, ..Mesh::data(4, 2) };
+    assert_eq!(runnable(&sharded, false), Runnable::Yes);
+    let beside = "the engine has no expert parallelism beside tensor parallelism (degree 2)";
+    assert!(runnable(&Mesh { tp: 2, ..sharded }, false).to_string().ends_with(beside));
+    says(Mesh { ep: 3, ..sharded }, plain.clone(), "3 expert-parallel ranks do not divide 4 replicas");
     assert_eq!(runnable(&Mesh { ep: 1, ..mesh }, false), Runnable::Yes);
     assert_eq!(runnable(&shards, true), Runnable::Yes);
 }

@@ -115,7 +115,11 @@ impl Costs {
             Action::Gather { unit, over } if self.stack.gathers == Bundle::Tensor => {
                 self.gather_of_tensors_s(mesh, unit, over, bytes, keep)
             }
-            Action::Gather { over, .. } => self.collective(Operation::AllGather, bytes, over, mesh.tp),
+            Action::Gather { over, .. } => {
+                let sent = instruction.sent_bytes(Axis::Shard, instruction.bytes) as f64;
+                self.collective(Operation::AllGather, sent, over, mesh.tp)
+                    + self.stream_s(encoding_bytes(program, instruction))
+            }
             Action::Reduce { axis, .. } => {
                 self.reduce_s(mesh, instruction, axis) + self.stream_s(encoding_bytes(program, instruction))
             }
@@ -357,7 +361,10 @@ impl Costs {
             }
             // Experts lie on the ranks of a tensor group first.
             Collective::AllToAll => {
-                let placed = self.cluster.place(ranks * mesh.tp, 1);
+                let placed = match mesh.experts_of_replicas() {
+                    true if mesh.shard_degree() > 1 => self.cluster.place(ranks, mesh.tp * mesh.shard_degree()),
+                    _ => self.cluster.place(ranks * mesh.tp, 1),
+                };
                 let seconds = to_experts_s(&self.cluster, &self.constants, bytes, self.expert_copies, placed);
                 seconds * if self.stack.overlap_experts { 1.0 - HIDDEN_EXPERTS } else { 1.0 }
             }

@@ -9,6 +9,13 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
     let Some(encoding) = instruction.encoding else { return 0.0 };
     let mesh = &program.mesh;
     let (shards, replicas) = (f64::from(mesh.shard_degree()), f64::from(mesh.dp_replicate));
+    if let (Action::Gather { .. }, Codec::Blocks(codec)) = (instruction.action, encoding.codec) {
+        // The rank's shard is widened to f32 and encoded, and all shards are decoded and narrowed.
+        let width = f64::from(instruction.element_bytes);
+        let elements = instruction.bytes as f64 / width;
+        let each = width + 8.0 + codec.bytes(1 << 20) as f64 / f64::from(1 << 20);
+        return elements * each * (1.0 + 1.0 / shards);
+    }
     let reduces = matches!(instruction.action, Action::Reduce { .. });
     // A reduction's buffer is the whole unit, an outer step's is the part that replicas share.
     let (in_group, elements) = match reduces {
@@ -66,5 +73,12 @@ mod tests {
         let plain = work(Mesh::data(2, 1), int8(false));
         assert!(plain > 0.0 && work(Mesh::data(2, 1), int8(true)) > plain);
         assert!(work(Mesh::data(2, 2), int8(false)) > work(Mesh::data(1, 2), int8(false)));
+        let gathers = Some(Encoding { codec: Codec::Blocks(BlockCodec::Int8), over: Axis::Shard, feedback: false });
+        let strategy = Strategy { gathers, zero_stage: 3, ..Strategy::new(2) };
+        let program = lower_rank(&model, &Mesh::data(1, 2), &strategy, 0).unwrap();
+        let gather = program.instructions.iter().find(|at| matches!(at.action, Action::Gather { .. })).unwrap();
+        // 2^20 elements of 2 bytes: half of them are encoded, all are decoded.
+        assert_eq!(encoding_bytes(&program, gather), 1.5 * f64::from(1 << 20) * (2.0 + 8.0 + 258.0 / 256.0));
+        assert_eq!(gather.sent_bytes(Axis::Shard, gather.bytes), (1 << 20) / 256 * 258);
     }
 }

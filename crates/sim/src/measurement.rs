@@ -11,7 +11,7 @@ use crate::profile::{Format, ProfileError, Profiles};
 use crate::stack::{Partition, Selective, Stack};
 use crate::transformer::{Architecture, Experts, Latent, Workload};
 use serde::Deserialize;
-use trainyard_program::{Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Schedule, Strategy, Tier};
+use trainyard_program::{ExpertRanks, Keep, Mesh, PipelineSchedule, ReduceSchedule, Reshard, Schedule, Strategy, Tier};
 
 /// The bytes that a memory figure counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -398,6 +398,7 @@ impl Row {
             tp: self.tp,
             // Experts are dealt to the ranks of a tensor group first.
             ep: if self.ep > 1 { (self.ep / self.tp).max(1) } else { 1 },
+            expert_ranks: ExpertRanks::Shards,
         };
         let micro_batches = self.global_batch as f64 / f64::from(self.dp * self.micro_batch);
         if micro_batches < 1.0 {

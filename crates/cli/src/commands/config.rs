@@ -103,7 +103,7 @@ pub fn resolve_for(config: &Config, inputs: Inputs) -> Result<Resolved> {
         // The vocabulary may become smaller if the text has too few pairs.
         (None, _) => Some(tokenizer.vocab_size.unwrap_or(8192)),
     };
-    if config.data.format == DataFormat::Images && inputs.classes.is_none() {
+    if config.data.format == DataFormat::Images && config.model.vocab_size.is_none() && inputs.classes.is_none() {
         inputs.classes = classes(config, &inputs);
     }
     Ok(config.resolve(&inputs)?)

@@ -29,7 +29,7 @@ pub struct Parallel {
     pub tensor: usize,
     /// True if these ranks divide the rows of norms and residuals too.
     pub sequence: bool,
-    /// Ranks that share the experts of every layer: neighbouring replicas.
+    /// Replicas that share the experts of every layer: neighbours.
     pub experts: usize,
     /// Pipeline stages.
     pub pipeline: usize,
@@ -67,7 +67,7 @@ impl fmt::Display for Parallel {
         let stages = if *pipeline > 1 { format!("{pipeline} stages x ") } else { String::new() };
         let sequence = if *context > 1 { format!(" x {context} parts of every sequence") } else { String::new() };
         let parts = if *tensor > 1 { format!(" x {tensor} parts of every product") } else { String::new() };
-        let experts = if *experts > 1 { format!(", experts over {experts} of them") } else { String::new() };
+        let experts = if *experts > 1 { format!(", experts over {experts} replicas") } else { String::new() };
         write!(
             f,
             "{ranks} ranks = {stages}{replicate} replicas x {shard} shards{sequence}{parts}{experts}, ZeRO stage {zero_stage}"
@@ -152,13 +152,10 @@ impl Resolver {
             return 1;
         }
         let config = &self.config;
-        let Parallel { replicate, pipeline, context, tensor, zero_stage, elastic, .. } = *parallel;
+        let Parallel { replicate, shard, pipeline, context, tensor, elastic, .. } = *parallel;
         let whole_matrices = matches!(config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
         let lacks = [
             (tensor > 1, "parallel.tensor_parallel_degree = 1"),
-            (context > 1, "parallel.context_parallel_degree = 1"),
-            (pipeline > 1, "parallel.pipeline_parallel_degree = 1"),
-            (zero_stage > 0, "parallel.zero_stage = 0"),
             (elastic, "training.elastic_bits = false"),
             (config.update.rule != UpdateRule::Synchronous, "update.rule = \"synchronous\""),
             (config.compression.gradients != CompressionCodec::None, "compression.gradients = \"none\""),
@@ -172,9 +169,15 @@ impl Resolver {
             let message = format!("{key} = {degree} does not run with these settings: set {}", lacks.join("; "));
             self.problem(key, message);
         } else if !replicate.is_multiple_of(degree) {
+            let (of_shards, how) = match shard {
+                1 => (String::new(), format!("make parallel.ranks a multiple of {}", degree * pipeline * context)),
+                _ => (
+                    format!(" of {shard} shards each"),
+                    format!("make parallel.data_parallel_replicate_degree a multiple of {degree}"),
+                ),
+            };
             let message = format!(
-                "{key} = {degree} divides experts among neighbouring data ranks, of which there are {replicate}: make \
-                 parallel.ranks a multiple of {degree}"
+                "{key} = {degree} divides experts among replicas, of which there are {replicate}{of_shards}: {how}"
             );
             self.problem(key, message);
         }
@@ -310,7 +313,10 @@ impl Resolver {
             self.count(key, value.map(|n| n as u64), 1, RANKS_MAX);
         }
         let within = |n: usize| n.clamp(1, RANKS_MAX as usize);
-        let product = within(replicate.unwrap_or(1)).saturating_mul(within(shard.unwrap_or(1))).saturating_mul(model);
+        let experts = within(section.expert_parallel_degree);
+        // Each part of the experts needs a replica.
+        let product =
+            within(replicate.unwrap_or(experts)).saturating_mul(within(shard.unwrap_or(1))).saturating_mul(model);
         if let (Some(ranks), Some(started)) = (section.ranks, inputs.processes)
             && ranks != started
         {
@@ -362,13 +368,15 @@ impl Resolver {
         };
         let ranks = ranks / model;
         let sharded = section.zero_stage.is_some_and(|stage| stage > 0) || replicate.is_some();
+        let experts = if ranks.is_multiple_of(experts) { experts } else { 1 };
         let divide = |by: usize| ranks.is_multiple_of(by).then(|| ranks / by);
         let (r, f) = match (replicate.map(within), shard.map(within)) {
             (Some(r), Some(f)) => (Some(r), Some(f).filter(|_| r.saturating_mul(f) == ranks)),
             (Some(r), None) if section.zero_stage == Some(0) => (Some(r).filter(|r| *r == ranks), Some(1)),
             (Some(r), None) => (Some(r), divide(r)),
             (None, Some(f)) => (divide(f), Some(f)),
-            (None, None) if sharded => (Some(1), Some(ranks)),
+            // Experts are divided among replicas.
+            (None, None) if sharded => (Some(experts), Some(ranks / experts)),
             (None, None) => (Some(ranks), Some(1)),
         };
         let (Some(r), Some(f)) = (r, f) else {

@@ -63,7 +63,8 @@ impl Resolver {
         let offload = &config.offload;
         let offloads = [offload.optimizer, offload.parameters, offload.gradients];
         let whole_matrices = matches!(config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
-        let codecs = [config.compression.gradients, config.compression.outer];
+        let CompressionSection { gradients, parameters, outer, .. } = config.compression;
+        let codecs = [gradients, parameters, outer];
         let lacks = [
             (parallel.data_degree() == 1, "parallel.ranks = 2 or more, because each rank is a worker"),
             (shard > 1, "parallel.data_parallel_shard_degree = 1, because servers divide the state by themselves"),

@@ -109,7 +109,9 @@ impl Resolver {
     /// Resolves `[compression]`.
     fn compression(&mut self, parallel: &Parallel, apart: Option<Apart>, batch: Batch) -> Compression {
         let section = self.config.compression.clone();
-        let CompressionSection { gradients, outer, over, top_k_density, rank, error_feedback, rounding } = section;
+        let CompressionSection { gradients, parameters, outer, over, top_k_density, rank, error_feedback, rounding } =
+            section;
+        let parameters = self.gathered(parameters, parallel);
         let used = [gradients, outer].into_iter().filter(|codec| *codec != CompressionCodec::None).collect::<Vec<_>>();
         let is = |codec: CompressionCodec| used.contains(&codec);
         if !is(CompressionCodec::TopK) {
@@ -128,7 +130,7 @@ impl Resolver {
             self.unused("compression.rounding", &Some(()), "only int8 and int4 round by chance");
         }
         if used.is_empty() {
-            return Compression::default();
+            return Compression { parameters, ..Compression::default() };
         }
         let density = match is(CompressionCodec::TopK) {
             true => self.settle("compression.top_k_density", &top_k_density, 0.01, "1 % (Lin et al. 2018)"),
@@ -161,6 +163,7 @@ impl Resolver {
         let encoding = |codec: Option<Codec>| codec.map(|codec| Encoding { codec, over, feedback });
         let compression = Compression {
             gradients: encoding(gradients),
+            parameters,
             outer: encoding(outer),
             rounding: if by_chance { CodeRounding::Stochastic } else { CodeRounding::Nearest },
         };
@@ -168,9 +171,42 @@ impl Resolver {
         compression
     }
 
+    /// The codec of gathered parameters.
+    fn gathered(&mut self, codec: CompressionCodec, parallel: &Parallel) -> Option<BlockCodec> {
+        let block = match codec {
+            CompressionCodec::None => return None,
+            CompressionCodec::Bf16 => Some(BlockCodec::Bf16),
+            CompressionCodec::Int8 => Some(BlockCodec::Int8),
+            CompressionCodec::Int4 => Some(BlockCodec::Int4),
+            CompressionCodec::OneBit | CompressionCodec::TopK | CompressionCodec::PowerSgd => None,
+        };
+        let narrow = self.config.precision.compute != Compute::F32;
+        let gathers = parallel.zero_stage == 3 && parallel.shard * parallel.context > 1;
+        let problem = match block {
+            None => Some("drops most of a message, and forward needs all parameters: use \"int8\" or \"int4\""),
+            Some(BlockCodec::Bf16) if narrow => {
+                Some("has no effect: forward reads 16-bit parameters, and so they travel; use \"int8\" or \"int4\"")
+            }
+            Some(_) if !gathers => Some(
+                "has no effect: nothing is gathered; set parallel.zero_stage = 3 on several ranks, or set it to \"none\"",
+            ),
+            Some(_) if parallel.elastic => Some(
+                "changes parameters where they are sharded, and training.elastic_bits needs the same on one rank: set it to \"none\"",
+            ),
+            Some(_) if matches!(self.config.compute.device, DeviceKind::Cuda(_)) => {
+                Some("runs on processors only: set it to \"none\" with compute.device = \"cuda\"")
+            }
+            Some(_) => return block,
+        };
+        if let Some(problem) = problem {
+            self.problem("compression.parameters", format!("compression.parameters = \"{codec}\" {problem}"));
+        }
+        None
+    }
+
     /// Rejects encodings that nothing would use, or that do not go with other settings.
     fn check_compression(&mut self, parallel: &Parallel, apart: bool, batch: Batch, compression: &Compression) {
-        let Compression { gradients, outer, rounding } = *compression;
+        let Compression { gradients, outer, rounding, .. } = *compression;
         if let Some(encoding) = gradients {
             // The ranks between which gradients travel in the form of the codec.
             let across = if apart { 1 } else { parallel.replicate };

@@ -115,9 +115,8 @@ section! {
         /// that all have equal work under the causal mask. Unset: true.
         #[elsewhere("context_parallel_load_balancer")]
         context_parallel_load_balance: Option<bool> = None;
-        /// Number of neighbouring data ranks that share the experts of every layer, each with
-        /// equally many. Runs on processors with `zero_stage` 0 and the other degrees at 1;
-        /// `trainyard plan` prices others.
+        /// Number of replicas that share the experts of every layer, each with equally many. Runs
+        /// on processors, and without tensor parallelism.
         #[elsewhere("expert_model_parallel_size", "ep_size", "moe_ep_size")]
         expert_parallel_degree: usize = 1;
     }
@@ -217,6 +216,11 @@ section! {
         /// The codec of gradients. It changes the result.
         #[elsewhere("zero_quantized_gradients", "ddp_comm_hook", "communication_hook", "comm_backend_name")]
         gradients: CompressionCodec = CompressionCodec::None;
+        /// The codec of parameters while the ranks of a shard group gather them, with
+        /// `parallel.zero_stage` 3: `int8`, `int4`, or `bf16` where compute is f32. Masters stay
+        /// exact. It changes the result.
+        #[elsewhere("zero_quantized_weights")]
+        parameters: CompressionCodec = CompressionCodec::None;
         /// The codec of parameter changes in outer steps, with `update.rule` `local` or `diloco`.
         /// It changes the result.
         #[elsewhere("should_quantize")]

@@ -98,12 +98,13 @@ impl Rank {
 
     /// Joins a forward of the other ranks without a batch. In a shard group it only takes part in
     /// the gathers. Where ranks divide experts, it runs a token of its own, because the others'
-    /// tokens need its experts.
+    /// tokens need its experts, and that takes part in the gathers too.
     pub fn forward_nothing(&self) -> Result<()> {
         if self.experts.is_some() {
             let batch = self.inference_model().rows(&self.device, 1, &[0], None)?;
             let mut tape = Tape::new(&self.device, &self.parameters, Policy::Nothing, RandomKey::default());
             self.forward(&mut tape, &mut Forward::evaluation(&batch, Output::LastLogits))?;
+            return Ok(());
         }
         if !self.parameters.is_sharded() {
             return Ok(());

@@ -61,8 +61,8 @@ use std::time::Instant;
 use step::RunningStep;
 use trainyard_autograd::ParamId;
 use trainyard_comm::{Communicator, Position};
-use trainyard_model::{Batch, Model, TensorSplit, UnitLayout};
-use trainyard_program::{Action, Axis, Codec, Encoding, Instruction, Lane, Program};
+use trainyard_model::{Batch, ContextSplit, Model, TensorSplit, UnitLayout};
+use trainyard_program::{Action, Axis, BlockCodec, Codec, Encoding, Instruction, Lane, Program};
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device, Tensor};
 
@@ -155,6 +155,8 @@ pub struct RankSettings {
 pub struct Compression {
     /// The encoding of gradients.
     pub gradients: Option<Encoding>,
+    /// The codec of sharded parameters while the shard group gathers them.
+    pub parameters: Option<BlockCodec>,
     /// The encoding of parameter changes in outer steps.
     pub outer: Option<Encoding>,
     /// The rounding between two codes.
@@ -201,7 +203,10 @@ impl Rank {
         let outer = outer_step(device, &model, &holding, &links.reduce, settings)?;
         let (compute, constraints) = (settings.compute, settings.constraints);
         constraints.check(&model, &holding)?;
-        let parameters = ParameterState::zeros(device, &model, holding.clone(), compute, constraints, &tiers)?;
+        let mut parameters = ParameterState::zeros(device, &model, holding.clone(), compute, constraints, &tiers)?;
+        if let Some(codec) = settings.compression.parameters {
+            parameters.encode_gathers(codec)?;
+        }
         let optimizer = Optimizer::new(device, &model, &holding, compute, settings, &tiers)?;
         let gradients = GradientState::new(device, &model, holding.clone(), &tiers)?;
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
@@ -736,7 +741,8 @@ fn undivided(model: &Model) -> Result<Option<Model>> {
     let split = model.tensor_split();
     match model.spec().filter(|_| split.sequence || model.context_split().ranks > 1) {
         Some(spec) => {
-            let undivided = Model::split(spec.clone(), TensorSplit { sequence: false, ..split })?;
+            let split = TensorSplit { sequence: false, ..split };
+            let undivided = Model::split_over(spec.clone(), split, ContextSplit::WHOLE, model.expert_split())?;
             Ok(Some(undivided.tuned(model.tuning())?))
         }
         None => Ok(None),

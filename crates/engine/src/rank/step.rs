@@ -408,15 +408,18 @@ impl Rank {
         let links = lock(&self.compute_links);
         let chunks = match self.parameters.holding().placement.masters {
             Extent::Full => chunks,
-            // Parts of a tensor-parallel group may count elements here that others do not.
-            Extent::Shard if links.tensor.size() > 1 => by_rank(gather_by_unit(&chunks, &links.shard)?),
+            // Ranks with other parts of products, or other experts, may count elements here that this
+            // one does not.
+            Extent::Shard if links.tensor.size().max(links.experts.size()) > 1 => {
+                by_rank(gather_by_unit(&chunks, &links.shard)?)
+            }
             Extent::Shard => in_order(&chunks, &links.shard.all_gather_numbers(&chunks.concat())?),
         };
         let chunks = match links.tensor.size() {
             1 => chunks,
             _ => by_rank(gather_by_unit(&chunks, &links.tensor)?),
         };
-        // Each rank has chunks of its own experts, and the first those of everything else too.
+        // Each replica has chunks of its own experts, and the first those of everything else too.
         let chunks = match links.experts.size() {
             1 => chunks,
             _ => by_rank(gather_by_unit(&chunks, &links.experts)?),

@@ -122,7 +122,7 @@ impl GradientState {
             let state = Mutex::new(State { resident, ..State::default() });
             let begin = offset;
             offset += aligned(4 * range.len() as u64);
-            // Ranks divide products or experts, not both.
+            // Ranks divide products or experts, never both.
             let part = model.tensor_split().rank.max(model.expert_split().rank);
             let counted = counted(specs, &layout, part);
             let shared = shared(specs, &layout);
@@ -323,22 +323,7 @@ impl GradientState {
         };
         unit.complete(&mut fresh)?;
         let mut own = self.holding.own(&unit.layout);
-        let experts = unit.layout.experts();
-        let mut sum = if experts.is_empty() {
-            {
-                let replicate = links.replicate.clone();
-                reduce(number, &mut fresh.flat, own.clone(), reduction, links, &replicate)?
-            }
-        } else {
-            // Nothing is sharded. Each rank has the rows of all that chose its experts, so their
-            // gradients are summed over ranks with the same experts only.
-            let replicas = [links.replicate.clone(), links.expert_replicas.clone()];
-            for (part, replicate) in [0..experts.start, experts.clone()].into_iter().zip(&replicas) {
-                let mut flat = fresh.flat.view(part.start, [part.len()])?;
-                reduce(number, &mut flat, 0..part.len(), reduction, links, replicate)?;
-            }
-            fresh.flat.view(own.start, [own.len()])?
-        };
+        let mut sum = reduce(number, &mut fresh.flat, own.clone(), unit.layout.experts(), reduction, links)?;
         let summed = self.holding.summed(&unit.layout);
         if summed.len() > own.len() {
             // Nothing is sharded, and several ranks divide the sequences: each needs the whole sum.

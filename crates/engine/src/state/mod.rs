@@ -37,8 +37,8 @@ pub struct Holding {
     pub context: (usize, usize),
     /// Index of this rank in its tensor-parallel group.
     pub tensor: usize,
-    /// Index of this rank among those that hold the same experts, and their number, where ranks
-    /// divide experts; else (0, 1).
+    /// Index of this rank among the replicas that hold the same experts, and their number, where
+    /// replicas divide experts; else (0, 1).
     pub experts: (usize, usize),
     /// The units that a lower pipeline stage holds as well, because this one borrows them.
     pub of_lower_stages: Arc<BTreeSet<usize>>,

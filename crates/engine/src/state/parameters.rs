@@ -7,6 +7,7 @@
 
 use super::{Holding, lock, overlap};
 use crate::constraints::{GridMatrices, WeightConstraints};
+use crate::gathers::EncodedGathers;
 use crate::links::Link;
 use crate::tier::{Lower, Stored, Tiers, aligned};
 use crate::{EngineError, Result};
@@ -14,7 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use trainyard_autograd::{Adapter, AutogradError, ParamId, Parameter, Parameters};
 use trainyard_model::{Adapters, Init, Model, ParameterSpec, UnitLayout};
-use trainyard_program::Extent;
+use trainyard_program::{BlockCodec, Extent};
 use trainyard_tensor::cpu::philox::{self, RandomKey};
 use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
@@ -32,6 +33,8 @@ pub struct ParameterState {
     apart: bool,
     units: Vec<UnitParameters>,
     adapters: Adapters,
+    /// Buffers of gathers that are encoded; None: shards travel as they are.
+    encoded: Option<EncodedGathers>,
 }
 
 /// One unit's parameters.
@@ -88,7 +91,8 @@ impl ParameterState {
         let with_state = tiers.has_masters(separate);
         let (lower, apart) = (tiers.parameters.clone(), separate || with_state);
         let (units, adapters) = (Vec::new(), model.adapters().clone());
-        let mut state = ParameterState { device: device.clone(), compute, holding, lower, apart, units, adapters };
+        let (encoded, own) = (None, device.clone());
+        let mut state = ParameterState { device: own, compute, holding, lower, apart, units, adapters, encoded };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
@@ -107,6 +111,16 @@ impl ParameterState {
             state.held().try_for_each(|unit| state.take(unit))?;
         }
         Ok(state)
+    }
+
+    /// Encodes what the whole shard group gathers by `codec`.
+    pub(crate) fn encode_gathers(&mut self, codec: BlockCodec) -> Result<()> {
+        if self.is_sharded() && self.holding.shards > 1 {
+            let regions = |unit: &UnitParameters| unit.layout.regions().map(|region| region.len()).max();
+            let largest = self.units.iter().filter_map(regions).max().unwrap_or(0) / self.holding.shards;
+            self.encoded = Some(EncodedGathers::new(&self.device, codec, largest, self.holding.shards)?);
+        }
+        Ok(())
     }
 
     /// The units that this rank holds.
@@ -293,7 +307,12 @@ impl ParameterState {
         let whole = incoming.map_or_else(|| self.memory_for_whole(unit), Ok)?;
         for region in state.layout.regions() {
             let of_part = part.view(region.start / over, [region.len() / over])?;
-            link.all_gather(&of_part, &mut whole.view(region.start, [region.len()])?)?;
+            let mut of_whole = whole.view(region.start, [region.len()])?;
+            match &self.encoded {
+                // Smaller groups gather what was decoded before.
+                Some(encoded) if over == self.holding.shards => encoded.gather(&of_part, &of_whole, link)?,
+                _ => link.all_gather(&of_part, &mut of_whole)?,
+            }
         }
         let views = state.views(&whole)?;
         lock(&state.present).whole = Some((whole, views));

@@ -10,6 +10,8 @@ pub struct Layout {
     pub context: usize,
     pub tensor: usize,
     pub pipeline: usize,
+    /// Replicas that share the experts of a mixture.
+    pub experts: usize,
     /// True if tensor-parallel ranks divide rows too.
     pub sequence: bool,
     pub zero_stage: usize,
@@ -29,6 +31,7 @@ impl Layout {
         context: 1,
         tensor: 1,
         pipeline: 1,
+        experts: 1,
         sequence: false,
         zero_stage: 0,
         schedule: "1f1b",
@@ -69,6 +72,9 @@ impl Layout {
             format!("parallel.zero_stage={}", self.zero_stage),
             format!("activation_checkpointing.mode='{}'", self.checkpointing),
         ];
+        if self.experts > 1 {
+            sets.push(format!("parallel.expert_parallel_degree={}", self.experts));
+        }
         if self.tensor > 1 {
             sets.push(format!("parallel.sequence_parallel={}", self.sequence));
         }
@@ -89,6 +95,9 @@ impl fmt::Display for Layout {
         }
         if self.shard > 1 {
             parts.push(format!("dp_shard {} (ZeRO-{})", self.shard, self.zero_stage));
+        }
+        if self.experts > 1 {
+            parts.push(format!("ep {}", self.experts));
         }
         if self.context > 1 {
             let stage = if self.shard == 1 && self.zero_stage > 0 {
@@ -186,9 +195,59 @@ pub fn of_eight() -> Vec<Layout> {
     ];
     let layout = |(context, row): OfContext| {
         let (replicate, shard, zero_stage, (tensor, sequence), (pipeline, schedule), checkpointing) = row;
-        Layout { replicate, shard, context, tensor, pipeline, sequence, zero_stage, schedule, checkpointing }
+        let experts = 1;
+        Layout { replicate, shard, context, tensor, pipeline, experts, sequence, zero_stage, schedule, checkpointing }
     };
     rows.into_iter().map(|row| (1, row)).chain(of_context).map(layout).collect()
+}
+
+/// Layouts of eight ranks for mixtures: experts over replicas that are divided in every other way,
+/// and whole experts on every axis.
+pub fn of_experts() -> Vec<Layout> {
+    type Row = (usize, [usize; 3], usize, (usize, bool), (usize, &'static str), &'static str);
+    // Expert degree; replicas, shards, ZeRO stage; parts of sequences; parts of products, rows too;
+    // stages, schedule; checkpointing.
+    let rows: [Row; 22] = [
+        (2, [2, 2, 3], 2, (1, false), (1, "1f1b"), "none"),
+        (4, [4, 2, 2], 1, (1, false), (1, "1f1b"), "full"),
+        (2, [2, 2, 1], 1, (1, false), (2, "zero_bubble"), "full"),
+        (2, [2, 1, 0], 2, (1, false), (2, "zero_bubble_v"), "none"),
+        (8, [8, 1, 0], 1, (1, false), (1, "1f1b"), "none"),
+        (1, [1, 2, 3], 2, (2, true), (1, "1f1b"), "none"),
+        (4, [8, 1, 0], 1, (1, false), (1, "1f1b"), "selective"),
+        (2, [8, 1, 0], 1, (1, false), (1, "1f1b"), "full"),
+        (2, [2, 4, 3], 1, (1, false), (1, "1f1b"), "none"),
+        (2, [4, 2, 1], 1, (1, false), (1, "1f1b"), "selective"),
+        (2, [4, 2, 3], 1, (1, false), (1, "1f1b"), "full"),
+        (4, [4, 1, 0], 2, (1, false), (1, "1f1b"), "full"),
+        (2, [2, 1, 1], 4, (1, false), (1, "1f1b"), "none"),
+        (4, [4, 1, 0], 1, (1, false), (2, "1f1b"), "selective"),
+        (2, [2, 1, 0], 1, (1, false), (4, "interleaved"), "none"),
+        (2, [2, 1, 0], 1, (1, false), (4, "dual_pipe_v"), "full"),
+        (1, [1, 8, 3], 1, (1, false), (1, "1f1b"), "full"),
+        (1, [2, 1, 0], 1, (4, true), (1, "1f1b"), "none"),
+        (1, [1, 1, 0], 1, (2, false), (4, "zero_bubble"), "none"),
+        (1, [2, 2, 1], 2, (1, false), (1, "1f1b"), "none"),
+        (1, [4, 1, 0], 1, (1, false), (2, "gpipe"), "selective"),
+        (1, [1, 2, 2], 1, (2, true), (2, "interleaved"), "none"),
+    ];
+    let layout =
+        |(experts, [replicate, shard, zero_stage], context, (tensor, sequence), stages, checkpointing): Row| {
+            let (pipeline, schedule) = stages;
+            Layout {
+                replicate,
+                shard,
+                context,
+                tensor,
+                pipeline,
+                experts,
+                sequence,
+                zero_stage,
+                schedule,
+                checkpointing,
+            }
+        };
+    rows.into_iter().map(layout).collect()
 }
 
 /// A small model.
@@ -204,6 +263,13 @@ impl Model {
     pub fn sets(&self) -> Vec<String> {
         let of_family: &[&str] = match self.family {
             "llama" => &["model.kv_heads=2"],
+            "dots1" => &[
+                "model.kv_heads=2",
+                "experts.count=8",
+                "experts.top_k=2",
+                "experts.dense_layers=1",
+                "experts.bias_update_rate=0.01",
+            ],
             _ => &["model.kv_heads=6", "model.dropout=0.1"],
         };
         let mut sets: Vec<String> = of_family.iter().map(|set| (*set).to_owned()).collect();
@@ -221,10 +287,17 @@ impl Model {
 
 impl fmt::Display for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let family = if self.family == "llama" { "Llama" } else { "GPT-2" };
+        let family = match self.family {
+            "llama" => "Llama",
+            "gpt2" => "GPT-2",
+            other => other,
+        };
         write!(f, "{family}, {}, {} tokens", if self.tied { "tied" } else { "untied" }, self.vocab)
     }
 }
+
+/// A mixture with shared experts, whose first block has none, balanced by biases.
+pub const MIXTURE: Model = Model { family: "dots1", tied: false, vocab: 257 };
 
 /// Both families, tied and untied, with vocabularies that ranks do and do not divide: every pair
 /// of two of these choices occurs.

@@ -11,8 +11,8 @@ mod runs;
 #[path = "../common/tensors.rs"]
 mod tensors;
 
-use common::{check_memory, documents, gradients, losses, train_on, weights};
-use layouts::{Layout, Model, SCHEDULES, models, of_eight, of_four};
+use common::{check_memory, check_state, documents, gradients, losses, train_on, weights};
+use layouts::{Layout, MIXTURE, Model, SCHEDULES, models, of_eight, of_experts, of_four};
 use std::collections::BTreeMap;
 
 /// Largest relative difference of the loss, the norm and every gradient in the first step.
@@ -36,7 +36,11 @@ impl Trained {
         let sets = [model.sets(), layout.sets()].concat();
         let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
         let ends = train_on(documents, &sets, steps);
-        ends.iter().for_each(|end| check_memory(end, &sets));
+        match layout.experts {
+            1 => ends.iter().for_each(|end| check_memory(end, &sets)),
+            // Routing decides how many rows come to a rank.
+            _ => ends.iter().for_each(|end| check_state(end, &sets)),
+        }
         Trained {
             losses: losses(&ends),
             norms: ends[0].outcomes.iter().map(|outcome| outcome.gradient_norm).collect(),
@@ -229,8 +233,7 @@ fn all_layouts() -> Vec<Layout> {
 fn the_page_shows_every_layout() {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/equality.md");
     let page = std::fs::read_to_string(page).unwrap();
-    // Rows of context parallelism come with the next full run of the chore.
-    let shown = all_layouts().into_iter().filter(|layout| layout.context == 1);
+    let shown = all_layouts().into_iter().chain(of_experts());
     let missing: Vec<String> =
         shown.map(|layout| layout.to_string()).filter(|layout| !page.contains(&format!("| {layout} |"))).collect();
     assert!(missing.is_empty(), "run `cargo xtask equality`: docs/equality.md has no row for {missing:#?}");
@@ -242,6 +245,13 @@ fn every_layout_trains_as_one_rank() {
     let models = &models[..trainyard_testing::cases("models", 2, models.len() as u64) as usize];
     let layouts = &layouts[..trainyard_testing::cases("layouts", 20, layouts.len() as u64) as usize];
     compare("layouts", models, layouts, trainyard_testing::cases("steps", 3, 100));
+}
+
+#[test]
+fn a_mixture_trains_as_on_one_rank() {
+    let layouts = of_experts();
+    let layouts = &layouts[..trainyard_testing::cases("layouts of a mixture", 6, layouts.len() as u64) as usize];
+    compare("experts", &[MIXTURE], layouts, trainyard_testing::cases("steps", 3, 100));
 }
 
 #[test]

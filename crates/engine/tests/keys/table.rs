@@ -426,6 +426,7 @@ pub const ROWS: &[Row] = &[
     row("update.servers", SERVER, &["update.servers=1"], Memory),
     row("update.staleness", SERVER, &["update.staleness=2"], Memory),
     row("compression.gradients", TWO, &["compression.gradients=int8"], Program),
+    row("compression.parameters", SHARDED, &["compression.parameters=int8"], Program),
     row("compression.outer", APART, &["compression.outer=int8"], Losses),
     row("compression.over", HYBRID_INT8, &["compression.over=replicas"], Program),
     row("compression.top_k_density", TOP_K, &["compression.top_k_density=0.1"], Program),

@@ -32,7 +32,7 @@ const PARAMETERS: &[Row] = &[
     row("mlp.up.weight", Cut::GateUpRows, llama::UP_WEIGHT),
     row("mlp.down.weight", Cut::FfnColumns, &["model.layers.{}.mlp.down_proj.weight"]),
     row("mlp.router.weight", Cut::Router, &["model.layers.{}.mlp.gate.weight"]),
-    row("mlp.router.bias", Cut::Router, &["model.layers.{}.mlp.gate.e_score_correction_bias"]),
+    row("mlp.router.bias", Cut::Choices, &["model.layers.{}.mlp.gate.e_score_correction_bias"]),
     row("mlp.experts.up.weight", Cut::ExpertsUpRows, qwen3_moe::UP),
     row("mlp.experts.down.weight", Cut::ExpertsDownColumns, qwen3_moe::DOWN),
     row("mlp.shared.up.weight", Cut::SharedUpRows, SHARED),

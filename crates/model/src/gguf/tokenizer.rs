@@ -118,8 +118,10 @@ fn byte_level(metadata: &Metadata) -> Result<Value, String> {
     Ok(json!({ "normalizer": null, "pre_tokenizer": pre_tokenizer(), "decoder": bytes(true) }))
 }
 
-/// The names of patterns, the first of which is written, and what cuts text by them.
-const PATTERNS: [(&[&str], fn() -> Value); 4] = [
+/// The names of a pattern, the first of which is written, and what cuts text by it.
+type Pattern = (&'static [&'static str], fn() -> Value);
+
+const PATTERNS: [Pattern; 4] = [
     (&["gpt-2", "default", "gpt2"], || bytes(true)),
     (&["llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"], || by_pattern(LLAMA3)),
     (&["qwen2", "deepseek-r1-qwen"], || by_pattern(QWEN2)),

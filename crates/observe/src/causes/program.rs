@@ -29,9 +29,13 @@ pub fn input_bound(findings: &Findings<'_>) -> Option<Verdict> {
     if faults >= 1.0 || reads > 1e6 {
         evidence.push(Evidence::new("page faults of the run that waited for a disk, a second", faults, Unit::Count));
         evidence.push(Evidence::new("read from disks by the run", reads, Unit::BytesPerSecond));
-        advice.push(Advice::new(
-            "the token files are not in memory: keep them on a faster disk, or free memory for them",
-        ));
+        let what = if findings.run.images.is_some() { "images" } else { "token files" };
+        advice.push(Advice::new(format!(
+            "the {what} are not in memory: keep them on a faster disk, or free memory for them"
+        )));
+    }
+    if findings.run.images.is_some_and(|images| !images.cached) {
+        advice.push(Advice::set("keep decoded images, which all epochs but the first then read", "images.cache"));
     }
     advice.push(Advice::set("load with more workers", "data.workers"));
     advice.push(Advice::set("load further ahead", "data.prefetch"));

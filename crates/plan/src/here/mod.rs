@@ -100,9 +100,9 @@ pub type Price<'a, E> = dyn FnMut(Asked) -> Result<Option<Way>, E> + 'a;
 pub struct Asked {
     /// Settings over the configuration, as `--set` takes them.
     pub sets: Vec<String>,
-    /// The pipeline stages, context-parallel and tensor-parallel degree that the settings mean.
-    /// Degrees given by hand are those of another way.
-    pub model_degrees: [usize; 3],
+    /// The pipeline stages, the context-parallel, tensor-parallel and expert-parallel degree that
+    /// the settings mean. Degrees given by hand are those of another way.
+    pub model_degrees: [usize; 4],
 }
 
 /// Nothing can be chosen.
@@ -194,11 +194,9 @@ impl Ways {
         saved: impl Iterator<Item = Vec<String>>,
         price: &mut Price<'_, E>,
     ) -> Result<(), E> {
+        let model_degrees = [sharing.stages, sharing.context, sharing.tensor, sharing.expert_ranks];
         for sets in saved {
-            let Some(way) = price(Asked { sets, model_degrees: [sharing.stages, sharing.context, sharing.tensor] })?
-            else {
-                continue;
-            };
+            let Some(way) = price(Asked { sets, model_degrees })? else { continue };
             let on_host = room.share(sharing.ranks()).is_none_or(|share| way.pinned_bytes <= share);
             let fits = on_host && way.limit.is_none_or(|limit| way.bytes <= limit.bytes);
             let list = if fits { &mut self.fitting } else { &mut self.too_large };

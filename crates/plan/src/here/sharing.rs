@@ -17,6 +17,10 @@ pub struct Base {
     pub divides_sequences: bool,
     /// Tensor-parallel degree.
     pub tensor: usize,
+    /// Expert-parallel degree.
+    pub expert_ranks: usize,
+    /// Experts of a layer that ranks can divide here: on processors; 1 without.
+    pub experts: usize,
     /// Numbers of ranks that are tried: up to the cores or GPUs (or what the degrees above make),
     /// or the number of processes, where that is given.
     pub ranks: std::ops::RangeInclusive<usize>,
@@ -33,6 +37,8 @@ pub(super) struct Sharing {
     pub(super) tensor: usize,
     pub(super) data: usize,
     pub(super) shard: usize,
+    /// Replicas that share the experts.
+    pub(super) expert_ranks: usize,
     pub(super) stage: usize,
     reshard: bool,
 }
@@ -73,11 +79,13 @@ pub(super) fn sharings(base: &Base) -> Vec<Sharing> {
                 if model > own.max(MODEL_RANKS_MAX) || !base.global_batch.is_multiple_of(data) {
                     continue;
                 }
-                if stages == 1 {
-                    divide_state(None, [1, context, tensor, data], &mut all);
-                } else {
-                    let all = &mut all;
-                    PIPELINES.iter().for_each(|order| divide_state(Some(order), [stages, context, tensor, data], all));
+                let orders: Vec<Option<&str>> = match stages {
+                    1 => vec![None],
+                    _ => PIPELINES.map(Some).into(),
+                };
+                for pipeline in orders {
+                    let divided = divided_state(pipeline, [stages, context, tensor, data]).into_iter();
+                    all.extend(divided.flat_map(|sharing| divided_experts(base, sharing)));
                 }
             }
         }
@@ -96,14 +104,24 @@ impl Base {
 /// The ways of dividing the state among the ranks that see different data. Together with stages or
 /// split sequences or products only replicas and ZeRO-1 are tried: gradients and parameters are
 /// small then.
-fn divide_state(pipeline: Option<&'static str>, [stages, context, tensor, data]: [usize; 4], all: &mut Vec<Sharing>) {
-    let whole = Sharing { pipeline, stages, context, tensor, data, shard: 1, stage: 0, reshard: true };
-    all.push(whole);
+fn divided_state(pipeline: Option<&'static str>, [stages, context, tensor, data]: [usize; 4]) -> Vec<Sharing> {
+    let (shard, expert_ranks, stage, reshard) = (1, 1, 0, true);
+    let whole = Sharing { pipeline, stages, context, tensor, data, shard, expert_ranks, stage, reshard };
+    let mut all = vec![whole];
     let kinds = [(1, true), (2, true), (3, true), (3, false)];
     let kinds = if stages * context * tensor > 1 { &kinds[..1] } else { &kinds[..] };
     for shard in (2..=data).filter(|shard| data.is_multiple_of(*shard)) {
         all.extend(kinds.iter().map(|(stage, reshard)| Sharing { shard, stage: *stage, reshard: *reshard, ..whole }));
     }
+    all
+}
+
+/// The ways of dividing experts among the replicas of a division, whose products are whole.
+fn divided_experts(base: &Base, sharing: Sharing) -> impl Iterator<Item = Sharing> + use<> {
+    let replicas = if sharing.tensor == 1 { sharing.data / sharing.shard } else { 1 };
+    let experts = base.experts;
+    let divides = move |ranks: &usize| replicas.is_multiple_of(*ranks) && experts.is_multiple_of(*ranks);
+    (1..=replicas).filter(divides).map(move |expert_ranks| Sharing { expert_ranks, ..sharing })
 }
 
 /// The micro-batches of a division. A pipeline needs at least as many as it has stages to be full.
@@ -117,7 +135,7 @@ pub(super) fn micro_batches(base: &Base, sharing: Sharing) -> Vec<usize> {
 /// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`,
 /// and sums per micro-batch if `each`.
 pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
-    let Sharing { pipeline, stages, context, tensor, data, shard, stage, reshard } = sharing;
+    let Sharing { pipeline, stages, context, tensor, data, shard, expert_ranks, stage, reshard } = sharing;
     let mut sets = vec![
         format!("training.global_batch_size={}", base.global_batch),
         format!("training.micro_batch_size={micro}"),
@@ -139,6 +157,9 @@ pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, 
     sets.extend(pipeline.map(|order| format!("parallel.pipeline_schedule={order}")));
     if context > 1 || base.context > 1 {
         sets.push(format!("parallel.context_parallel_degree={context}"));
+    }
+    if expert_ranks > 1 || base.expert_ranks > 1 {
+        sets.push(format!("parallel.expert_parallel_degree={expert_ranks}"));
     }
     if tensor > 1 || base.tensor > 1 {
         sets.push(format!("parallel.tensor_parallel_degree={tensor}"));

@@ -15,7 +15,7 @@ use yaml_rust2::{Yaml, YamlLoader};
 pub(super) fn write(job: &Job<'_>) -> Exported {
     let mut unsaid = job.unsaid_everywhere();
     let candidate = job.candidate();
-    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = *job.mesh();
+    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep, .. } = *job.mesh();
     let (nodes, _) = job.nodes();
     let stage = candidate.layout().zero_stage;
     let mut text = String::new();

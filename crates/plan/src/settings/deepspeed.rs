@@ -10,7 +10,7 @@ use trainyard_sim::Format;
 pub(super) fn write(job: &Job<'_>) -> Exported {
     let mut unsaid = job.unsaid_everywhere();
     let candidate = job.candidate();
-    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = *job.mesh();
+    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep, .. } = *job.mesh();
     let stage = candidate.layout().zero_stage;
     for (axis, degree) in [("pipeline", pp), ("context", cp), ("expert", ep)] {
         if degree > 1 {

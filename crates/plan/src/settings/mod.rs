@@ -416,7 +416,7 @@ impl Settings {
         if pp > 1 && stretches > u64::from(blocks) {
             return fail(format!("{stretches} pipeline stretches for {blocks} blocks"));
         }
-        Ok(Mesh { pp, dp_replicate: replicate, dp_shard: shard, cp, tp, ep })
+        Ok(Mesh { pp, dp_replicate: replicate, dp_shard: shard, cp, tp, ep, ..Mesh::default() })
     }
 
     fn candidate(&self, mesh: Mesh, micro_batch: u32, accumulation: u32, request: &Request) -> Candidate {

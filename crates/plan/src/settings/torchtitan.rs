@@ -94,7 +94,7 @@ fn model(job: &Job<'_>, text: &mut String, unsaid: &mut Vec<String>) {
 
 fn parallelism(job: &Job<'_>, text: &mut String, unsaid: &mut Vec<String>) {
     let candidate = job.candidate();
-    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep } = *job.mesh();
+    let Mesh { pp, dp_replicate, dp_shard, cp, tp, ep, .. } = *job.mesh();
     let stage = candidate.layout().zero_stage;
     let reshard = match candidate.reshard {
         _ if pp > 1 || stage < 3 => "never",

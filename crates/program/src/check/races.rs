@@ -4,7 +4,7 @@
 use super::CheckError;
 use crate::clocks::{HappensBefore, STREAMS};
 use crate::{
-    Action, BackwardPart, Border, Collective, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier,
+    Action, Axis, BackwardPart, Border, Collective, Extent, Fresh, Instruction, MemoryKind, Phase, Program, State, Tier,
 };
 
 /// Something that instructions read and change. The first number is the unit's.
@@ -218,8 +218,13 @@ impl<'p> Touching<'p> {
             Action::Recv { unit, micro_batch, phase, .. } => {
                 self.changes.push(result_of(phase, unit, micro_batch)[0]);
             }
-            Action::Exchange { unit, micro_batch, phase, border, .. } if self.program.split_of(unit).is_some() => {
-                self.exchange(unit, micro_batch, phase, border);
+            Action::Exchange { axis, unit, micro_batch, phase, border, .. }
+                if self.program.split_of(unit).is_some() =>
+            {
+                // Rows of experts travel inside the pass.
+                if axis != Axis::Expert {
+                    self.exchange(unit, micro_batch, phase, border);
+                }
             }
             Action::Exchange { collective, unit, micro_batch, phase, .. } => {
                 match (collective, phase) {

@@ -390,7 +390,7 @@ impl<'p> StepCheck<'p> {
     /// Records a collective inside a unit that runs as a whole. `types` checks those of split
     /// units.
     fn exchange(&mut self, unit: u32, micro_batch: u32, phase: Phase, collective: Collective, times: u32) -> Verdict {
-        if self.program.split_of(unit).is_some() {
+        if self.program.split_of(unit).is_some() && collective != Collective::AllToAll {
             return Ok(());
         }
         let run = self.run(unit, micro_batch);

@@ -192,7 +192,7 @@ impl<'p> Types<'p> {
             Action::Tie { unit, axis } => self.tie(unit, axis),
             Action::Clip { axes } => self.norm(axes),
             Action::Exchange { collective, axis, unit, micro_batch, phase, border, times } => {
-                match self.program.split_of(unit) {
+                match self.program.split_of(unit).filter(|_| axis != Axis::Expert) {
                     Some(split) => {
                         let over = (collective, axis, times);
                         self.exchange(split, unit, micro_batch, phase, border, over)

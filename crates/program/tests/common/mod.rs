@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use trainyard_program::{
-    BackwardPart, Keep, Mesh, MicroBatches, ModelShape, Offload, Phase, PipelineSchedule, ReduceSchedule, Reshard,
-    ScheduleTable, StateBytes, Strategy as How, StretchMap, Tier, Turn, UnitShape,
+    BackwardPart, ExpertRanks, Keep, Mesh, MicroBatches, ModelShape, Offload, Phase, PipelineSchedule, ReduceSchedule,
+    Reshard, ScheduleTable, StateBytes, Strategy as How, StretchMap, Tier, Turn, UnitShape,
 };
 
 /// An embedding, blocks and a head tied to the embedding.
@@ -53,9 +53,15 @@ pub fn pipeline_cases(units: usize) -> impl Strategy<Value = Case> {
 
 /// The same on meshes with every axis, of up to sixteen ranks.
 pub fn cases(units: usize) -> impl Strategy<Value = Case> {
-    let degrees = (1u32..5, 1u32..3, 1u32..3, 1u32..3, 1u32..3, any::<bool>());
+    let experts = prop::sample::select(vec![None, Some(ExpertRanks::Shards), Some(ExpertRanks::Replicas)]);
+    let degrees = (1u32..5, 1u32..3, 1u32..3, 1u32..3, 1u32..3, experts);
     degrees.prop_flat_map(move |(pp, dp_replicate, dp_shard, cp, tp, experts)| {
-        let mesh = Mesh { pp, dp_replicate, dp_shard, cp, tp, ep: if experts { dp_shard * cp } else { 1 } };
+        let ep = match experts {
+            None => 1,
+            Some(ExpertRanks::Shards) => dp_shard * cp,
+            Some(ExpertRanks::Replicas) => dp_replicate,
+        };
+        let mesh = Mesh { pp, dp_replicate, dp_shard, cp, tp, ep, expert_ranks: experts.unwrap_or_default() };
         pipelines(units, mesh)
     })
 }

@@ -127,7 +127,7 @@ impl<'p> HostPrices<'p> {
             Action::Fetch { .. } | Action::Evict { .. } => {
                 overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction.action)
             }
-            Action::Reduce { .. } | Action::Outer { .. } => {
+            Action::Gather { .. } | Action::Reduce { .. } | Action::Outer { .. } => {
                 let moves_s = encoding_bytes(program, instruction) / self.speeds.copy_bytes_per_s;
                 overheads.instruction_s + moves_s.max(encoding_flops(program, instruction) / self.speeds.f32_flops)
             }
@@ -157,7 +157,8 @@ impl<'p> HostPrices<'p> {
         let (seconds, ranks) = match instruction.action {
             Action::Gather { over, .. } => {
                 let group = self.spread(mesh, |rank| mesh.neighbours(rank, Axis::Shard, over));
-                (self.collective("all_gather", group, bytes), over)
+                let sent = instruction.sent_bytes(Axis::Shard, instruction.bytes) as f64;
+                (self.collective("all_gather", group, sent), over)
             }
             Action::Reduce { axis, .. } => {
                 let (shards, replicas) = (along(Axis::Shard), along(Axis::Replicate));

@@ -114,12 +114,6 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
 /// The choices of `--fix`, as settings.
 fn held(fixed: &Fixed) -> Result<Vec<String>> {
     let Fixed { tp, pp, cp, ep, dp_replicate, dp_shard, zero_stage, micro_batch, accumulation, .. } = *fixed;
-    if let Some(degree) = ep.filter(|ep| *ep > 1) {
-        bail!(
-            "--fix: plans for this machine have no expert parallelism (degree {degree}): run it by \
-             parallel.expert_parallel_degree = {degree}; with --cluster it is priced"
-        );
-    }
     let mode = fixed.checkpointing.map(|mode| match mode {
         Mode::None => "none",
         Mode::Selective => "selective",
@@ -130,6 +124,7 @@ fn held(fixed: &Fixed) -> Result<Vec<String>> {
         ("parallel.tensor_parallel_degree", tp),
         ("parallel.pipeline_parallel_degree", pp),
         ("parallel.context_parallel_degree", cp),
+        ("parallel.expert_parallel_degree", ep),
         ("parallel.data_parallel_replicate_degree", dp_replicate),
         ("parallel.data_parallel_shard_degree", dp_shard),
         ("parallel.zero_stage", zero_stage.map(u32::from)),
