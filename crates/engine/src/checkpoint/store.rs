@@ -12,10 +12,16 @@ use std::fmt;
 use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Name of the file, in the folder of checkpoints, that records the best evaluation.
 const BEST: &str = "best.json";
+/// Time to wait for the lock of a run: a process that was killed holds it until the system has
+/// ended all its threads.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
+/// Time between two attempts to take the lock.
+const LOCK_RETRY: Duration = Duration::from_millis(20);
 
 /// The rule for keeping old checkpoints.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -81,10 +87,14 @@ impl CheckpointStore {
         fs::create_dir_all(&folder).map_err(CheckpointError::io("create", &folder))?;
         let lock_path = folder.join(".lock");
         let lock = File::create(&lock_path).map_err(CheckpointError::io("create", &lock_path))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(CheckpointError::Locked { path: folder }),
-            Err(TryLockError::Error(error)) => return Err(CheckpointError::io("lock", &lock_path)(error)),
+        let begin = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::WouldBlock) if begin.elapsed() < LOCK_WAIT => thread::sleep(LOCK_RETRY),
+                Err(TryLockError::WouldBlock) => return Err(CheckpointError::Locked { path: folder }),
+                Err(TryLockError::Error(error)) => return Err(CheckpointError::io("lock", &lock_path)(error)),
+            }
         }
         let retention = Retention { keep_last: retention.keep_last.max(1), ..retention };
         let (sizes, disk) = (Sizes::default(), Disk::default());

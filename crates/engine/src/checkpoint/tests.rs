@@ -534,6 +534,19 @@ fn one_writer_at_a_time_and_readers_beside_it() {
     CheckpointStore::open(run.path(), KEEP_ALL).unwrap();
 }
 
+/// A search that was killed and resumed at once failed a trial whose process had not quite ended.
+#[test]
+fn a_run_whose_process_is_still_ending_is_waited_for() {
+    let run = tempfile::tempdir().unwrap();
+    let ending = store(run.path(), KEEP_ALL);
+    let end = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        drop(ending);
+    });
+    CheckpointStore::open(run.path(), KEEP_ALL).unwrap();
+    end.join().unwrap();
+}
+
 /// With `keep_last = 1` a reader meets checkpoints that are deleted while it reads them.
 #[test]
 fn a_checkpoint_that_is_rotated_away_while_it_is_read_is_no_error() {
