@@ -83,6 +83,7 @@ fn base(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Base 
         pipeline,
         context,
         divides_sequences: profile.machine.gpu.is_none(),
+        heads: model_spec(resolved).map_or([1, 1], |spec| [spec.heads, spec.kv_heads]),
         tensor,
         expert_ranks: experts,
         experts: if profile.machine.gpu.is_none() { experts_of(resolved) } else { 1 },
@@ -129,7 +130,7 @@ fn price(
 
 /// `4 ranks x 1 thread, 2 stages, shard 2, ZeRO-1`
 fn layout(resolved: &Resolved) -> String {
-    use trainyard_engine::config::Reshard;
+    use trainyard_engine::config::{ContextExchange, Reshard};
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let parallel = &resolved.parallel;
     let mut text = match resolved.config.compute.device {
@@ -140,7 +141,8 @@ fn layout(resolved: &Resolved) -> String {
         text += &format!(", tp {}", parallel.tensor);
     }
     if parallel.context > 1 {
-        text += &format!(", cp {}", parallel.context);
+        let by = if parallel.exchange == ContextExchange::AllToAll { " by heads" } else { "" };
+        text += &format!(", cp {}{by}", parallel.context);
     }
     if parallel.experts > 1 {
         text += &format!(", ep {}", parallel.experts);

@@ -19,8 +19,8 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::families::Sizes;
 use trainyard_model::{
-    Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, ExpertSplit, ExpertsSpec, Model, ModelError, ModelSpec,
-    RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
+    self as model, Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, ExpertSplit, ExpertsSpec, Model,
+    ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
     Axis, Border, Codec, Encoding, ExpertRanks, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program,
@@ -383,9 +383,13 @@ pub fn tensor_split(resolved: &Resolved, rank: u32) -> TensorSplit {
 /// The part of every sequence that a rank has.
 pub fn context_split(resolved: &Resolved, rank: u32) -> ContextSplit {
     let parallel = &resolved.parallel;
-    let chunks = if parallel.balanced { Chunks::Zigzag } else { Chunks::Contiguous };
+    let exchange = match parallel.exchange {
+        ContextExchange::AllToAll => model::ContextExchange::Heads,
+        ContextExchange::AllGather if parallel.balanced => model::ContextExchange::Keys(Chunks::Zigzag),
+        ContextExchange::AllGather => model::ContextExchange::Keys(Chunks::Contiguous),
+    };
     let rank = mesh(resolved).coordinates(rank).cp as usize;
-    ContextSplit { rank, ranks: parallel.context, length: resolved.sequence_length, chunks }
+    ContextSplit { rank, ranks: parallel.context, length: resolved.sequence_length, exchange }
 }
 
 /// The part of the experts that a rank has.
@@ -436,6 +440,9 @@ fn split(spec: ModelSpec, split: TensorSplit, context: ContextSplit, experts: Ex
     Model::split_over(spec, split, context, experts).map_err(|error| match error {
         ModelError::Split(problem) if experts.ranks > 1 => {
             does_not_fit(format!("parallel.expert_parallel_degree = {}: {problem}", experts.ranks))
+        }
+        ModelError::Split(problem) if split.ranks == 1 && context.ranks > 1 => {
+            does_not_fit(format!("parallel.context_parallel_degree = {}: {problem}", context.ranks))
         }
         ModelError::Split(problem) => {
             does_not_fit(format!("parallel.tensor_parallel_degree = {}: {problem}", split.ranks))

@@ -93,6 +93,36 @@ fn a_gemma_3_divided_over_ranks_trains_as_on_one() {
     );
 }
 
+/// Every family's norms of queries and keys, biases, windows and dropout, and packed documents.
+#[test]
+fn rows_exchanged_for_heads_give_what_one_rank_gives() {
+    let by_heads = "parallel.context_parallel_exchange='all_to_all'";
+    let two = format!("parallel.context_parallel_degree=2 {by_heads}");
+    for model in [
+        "precision.compute='f32' model.heads=8 model.kv_heads=4 model.head_dim=8",
+        "precision.compute='f32' model.family='gpt2' model.heads=8",
+        "precision.compute='f32' model.family='gemma3' model.heads=4 model.kv_heads=4 model.head_dim=8 model.layers=2 model.sliding_window=5",
+        "precision.compute='f32' model.family='dots1' model.heads=4 model.kv_heads=4 model.head_dim=8 experts.count=6 experts.dense_layers=1",
+    ] {
+        let layouts = [
+            two.clone(),
+            format!("{two} activation_checkpointing.mode='full' training.accumulation_steps=2"),
+            format!("{two} parallel.tensor_parallel_degree=2 activation_checkpointing.mode='selective'"),
+            format!("{two} parallel.tensor_parallel_degree=2 parallel.sequence_parallel=false"),
+            format!("parallel.context_parallel_degree=4 {by_heads}"),
+            format!(
+                "{two} parallel.pipeline_parallel_degree=2 parallel.pipeline_schedule='zero_bubble' training.accumulation_steps=4"
+            ),
+        ];
+        agree(model, &layouts.iter().map(String::as_str).collect::<Vec<_>>());
+    }
+    let refused = "model.heads=6 model.kv_heads=3 model.head_dim=8 parallel.context_parallel_degree=2";
+    let resolved = resolve(&[set(refused), set(by_heads)].concat()).unwrap();
+    let spec = trainyard_engine::shape::model_spec(&resolved).unwrap();
+    let error = trainyard_engine::shape::model_of(&resolved, spec, 0).unwrap_err().to_string();
+    assert!(error.contains("context_parallel_degree = 2: 6 query heads and 3 key/value heads"), "{error}");
+}
+
 #[test]
 fn a_phi_3_divided_over_ranks_trains_as_on_one() {
     agree(

@@ -7,7 +7,7 @@
 //! An image is a sequence too: the position of its class token, then its patches. Its target is its
 //! class, at the position of the class token.
 
-use crate::split::ContextSplit;
+use crate::split::{ContextExchange, ContextSplit};
 use crate::units::PatchEmbedding;
 use crate::{ModelError, Result};
 use std::ops::Range;
@@ -191,8 +191,9 @@ impl MixedBatch {
 pub struct BatchPart {
     /// Its rows of the micro-batch, in the order of the batch's tensors.
     pub rows: Vec<Range<usize>>,
-    /// The keys that its queries see.
-    pub keys: ContextSegments,
+    /// The keys that its queries see; None where ranks exchange rows for heads, and each sees all
+    /// rows of its heads.
+    pub keys: Option<ContextSegments>,
 }
 
 impl Batch {
@@ -281,7 +282,10 @@ impl Batch {
         }
         if context.ranks > 1 {
             let rows = context.rows_of(context.rank, m)?;
-            let keys = ContextSegments::new(cu_seqlens, &rows, context.gathered(m)?)?;
+            let keys = match context.exchange {
+                ContextExchange::Keys(_) => Some(ContextSegments::new(cu_seqlens, &rows, context.gathered(m)?)?),
+                ContextExchange::Heads => None,
+            };
             let put = |data: &[i32]| {
                 let own: Vec<i32> = rows.iter().flat_map(|rows| &data[rows.clone()]).copied().collect();
                 device.tensor([own.len()], &own, Purpose::Data)

@@ -52,7 +52,7 @@ pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
 pub use routing::{LayerRouting, RoutingRecord};
 pub use spec::{Activation, ExpertsSpec, Gate, ImageSpec, ModelSpec, RopeScaling, RopeSpec};
-pub use split::{Chunks, ContextSplit, ExpertSplit, TensorSplit};
+pub use split::{Chunks, ContextExchange, ContextSplit, ExpertSplit, TensorSplit};
 pub use teacher::Teacher;
 pub use tuning::{AdapterSpec, Adapters, Tuning};
 pub use unit::{Exchange, Forward, Output, Segment, Segments, Unit, Value};

@@ -66,7 +66,7 @@ impl Model {
         let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
         let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));
         let (embedding, head) = ends(&spec, division.as_ref(), context)?;
-        let share = Share { division: division.as_ref(), on_rows: context.ranks > 1, experts };
+        let share = Share { division: division.as_ref(), context, experts };
         let mut units: Vec<Box<dyn Unit>> = vec![embedding];
         for layer in 0..spec.layers {
             let local = local.as_ref().filter(|_| spec.window(layer).is_some());

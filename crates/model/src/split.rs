@@ -157,7 +157,9 @@ impl ExpertSplit {
 
 /// The place of a rank in a context-parallel group, whose ranks divide each sequence.
 ///
-/// A sequence of `length` tokens is cut into `2 ranks` chunks, and each rank has two of them. With
+/// A sequence of `length` tokens is cut into `2 ranks` chunks, and each rank has two of them. For
+/// attention a rank's queries meet the keys of all ranks ([`ContextExchange::Keys`]), or ranks
+/// exchange rows for heads ([`ContextExchange::Heads`]). With
 /// causal attention a late chunk costs more than an early one. Zigzag gives rank r chunks r and
 /// `2 ranks - 1 - r`, so all have the same work (Brandon et al. 2023, "Striped Attention"; the
 /// two-chunk form is Megatron-LM's). A rank's rows of a micro-batch are its first chunk of every
@@ -170,8 +172,29 @@ pub struct ContextSplit {
     pub ranks: usize,
     /// Tokens of a sequence: of a row of a micro-batch.
     pub length: usize,
+    /// The exchange that attention needs.
+    pub exchange: ContextExchange,
+}
+
+/// The exchange of a context-parallel group for attention, in which each token looks at others.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ContextExchange {
+    /// Every rank gathers the keys and values of all ranks, for its own queries.
+    Keys(Chunks),
+    /// Every rank gets all rows of its part of the heads, and gives back what attention makes of
+    /// them (Jacobs et al. 2023, "DeepSpeed Ulysses"). What ranks keep is divided by their number,
+    /// and work under a causal mask is equal with chunks in order.
+    Heads,
+}
+
+impl ContextExchange {
     /// The chunks that ranks have.
-    pub chunks: Chunks,
+    pub fn chunks(self) -> Chunks {
+        match self {
+            ContextExchange::Keys(chunks) => chunks,
+            ContextExchange::Heads => Chunks::Contiguous,
+        }
+    }
 }
 
 /// The chunks of a sequence that a rank of a context-parallel group has.
@@ -186,14 +209,15 @@ pub enum Chunks {
 
 impl ContextSplit {
     /// The one rank of a group of one.
-    pub const WHOLE: ContextSplit = ContextSplit { rank: 0, ranks: 1, length: 1, chunks: Chunks::Zigzag };
+    pub const WHOLE: ContextSplit =
+        ContextSplit { rank: 0, ranks: 1, length: 1, exchange: ContextExchange::Keys(Chunks::Zigzag) };
 
     /// The rows of a micro-batch of `tokens` tokens that rank `rank` has, in its order.
     ///
     /// # Errors
     /// Sequences that cannot be cut into equal chunks.
     pub fn rows_of(&self, rank: usize, tokens: usize) -> Result<Vec<Range<usize>>> {
-        let ContextSplit { ranks, length, chunks, .. } = *self;
+        let ContextSplit { ranks, length, exchange, .. } = *self;
         if ranks == 1 {
             return Ok(std::iter::once(0..tokens).collect());
         }
@@ -205,7 +229,7 @@ impl ContextSplit {
             )));
         }
         let chunk = length / each;
-        let own = match chunks {
+        let own = match exchange.chunks() {
             Chunks::Zigzag => [rank, each - 1 - rank],
             Chunks::Contiguous => [2 * rank, 2 * rank + 1],
         };
@@ -504,7 +528,7 @@ mod tests {
         for chunks in [Chunks::Zigzag, Chunks::Contiguous] {
             for ranks in [1, 2, 3, 4] {
                 let (length, sequences) = (24 * ranks, 3);
-                let of = |rank| ContextSplit { rank, ranks, length, chunks };
+                let of = |rank| ContextSplit { rank, ranks, length, exchange: ContextExchange::Keys(chunks) };
                 let rows = |rank| of(rank).rows_of(rank, sequences * length).unwrap();
                 let mut all: Vec<usize> = (0..ranks).flat_map(rows).flatten().collect();
                 // The keys that causal queries see.
@@ -517,7 +541,7 @@ mod tests {
                 assert!(all.into_iter().eq(0..sequences * length));
             }
         }
-        let split = ContextSplit { rank: 1, ranks: 2, length: 8, chunks: Chunks::Zigzag };
+        let split = ContextSplit { rank: 1, ranks: 2, length: 8, ..ContextSplit::WHOLE };
         assert_eq!(split.rows_of(1, 16).unwrap(), [2..4, 10..12, 4..6, 12..14]);
         for (length, tokens) in [(6, 12), (8, 12), (0, 0)] {
             let error = ContextSplit { length, ..split }.rows_of(1, tokens).unwrap_err().to_string();

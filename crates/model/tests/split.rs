@@ -103,6 +103,11 @@ fn exchange(device: &Device, change: Change, tensors: &Ranks) -> Ranks {
         Change::By(Collective::ReduceScatter) => part(&sum(), rank),
         Change::By(Collective::AllGather) => put(rows * ranks, &data.concat()),
         Change::TakePart => part(&data[rank], rank),
+        Change::By(Collective::AllToAll) => {
+            let of = rows / ranks * columns;
+            let parts: Vec<&[f32]> = data.iter().map(|from| &from[rank * of..(rank + 1) * of]).collect();
+            put(rows, &parts.concat())
+        }
         Change::By(other) => panic!("{other:?} changes no layout"),
     };
     (0..ranks).map(|rank| Some(result(rank))).collect()

@@ -10,6 +10,7 @@
 //! | replicated | the same tensor, used for different parts of the compute | partial |
 //! | split | different parts of the value, or of a weight | split |
 //! | partial | summands of the value | replicated |
+//! | heads | all rows of the value, each rank of its own attention heads | heads |
 
 use crate::Collective;
 use serde::{Deserialize, Serialize};
@@ -27,6 +28,8 @@ pub enum Layout {
     Split,
     /// The value is the sum of what the ranks hold.
     Partial,
+    /// Every rank holds all rows of the value, of its own attention heads.
+    Heads,
 }
 
 impl Layout {
@@ -37,6 +40,7 @@ impl Layout {
             Layout::Replicated => Layout::Partial,
             Layout::Split => Layout::Split,
             Layout::Partial => Layout::Replicated,
+            Layout::Heads => Layout::Heads,
         }
     }
 
@@ -47,6 +51,7 @@ impl Layout {
             Layout::Replicated => "replicated",
             Layout::Split => "split",
             Layout::Partial => "partial",
+            Layout::Heads => "heads",
         }
     }
 }
@@ -65,16 +70,20 @@ pub enum Change {
 impl Change {
     /// The work that turns `from` into `to`; None if no collective does.
     pub const fn between(from: Layout, to: Layout) -> Option<Change> {
-        use Layout::{Invariant, Partial, Replicated, Split};
+        use Layout::{Heads, Invariant, Partial, Replicated, Split};
         Some(match (from, to) {
-            (Invariant, Invariant | Replicated) | (Replicated, Replicated) | (Split, Split) | (Partial, Partial) => {
-                Change::Nothing
-            }
+            (Invariant, Invariant | Replicated)
+            | (Replicated, Replicated)
+            | (Split, Split)
+            | (Partial, Partial)
+            | (Heads, Heads) => Change::Nothing,
+            (Split, Heads) | (Heads, Split) => Change::By(Collective::AllToAll),
             (Partial, Invariant | Replicated) => Change::By(Collective::AllReduce),
             (Partial, Split) => Change::By(Collective::ReduceScatter),
             (Split, Replicated | Invariant) => Change::By(Collective::AllGather),
             (Invariant | Replicated, Split) => Change::TakePart,
             (Replicated, Invariant) | (Invariant | Replicated | Split, Partial) => return None,
+            (Heads, _) | (_, Heads) => return None,
         })
     }
 
@@ -91,8 +100,9 @@ mod tests {
 
     #[test]
     fn a_change_and_its_backward_are_those_of_the_literature() {
-        use Layout::{Invariant, Partial, Replicated, Split};
+        use Layout::{Heads, Invariant, Partial, Replicated, Split};
         let (reduce, gather, scatter) = (Collective::AllReduce, Collective::AllGather, Collective::ReduceScatter);
+        let all_to_all = Collective::AllToAll;
         for (from, to, forward, backward) in [
             // Shoeybi et al. 2019: f and g.
             (Invariant, Replicated, Change::Nothing, Change::By(reduce)),
@@ -102,10 +112,14 @@ mod tests {
             (Partial, Split, Change::By(scatter), Change::By(gather)),
             (Split, Invariant, Change::By(gather), Change::TakePart),
             (Partial, Replicated, Change::By(reduce), Change::By(reduce)),
+            // Jacobs et al. 2023, DeepSpeed-Ulysses: rows for heads, and back.
+            (Split, Heads, Change::By(all_to_all), Change::By(all_to_all)),
+            (Heads, Split, Change::By(all_to_all), Change::By(all_to_all)),
         ] {
             assert_eq!(Change::between(from, to), Some(forward), "{from:?} to {to:?}");
             assert_eq!(Change::backward(from, to), Some(backward), "backward of {from:?} to {to:?}");
         }
         assert_eq!(Change::between(Split, Partial), None);
+        assert_eq!(Change::between(Heads, Replicated), None);
     }
 }

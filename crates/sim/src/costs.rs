@@ -359,6 +359,8 @@ impl Costs {
                 self.collective(Operation::AllGather, bytes, ranks, stride)
                     + self.collective(Operation::ReduceScatter, bytes, ranks, stride)
             }
+            // Each rank sends its part of a buffer of these bytes to each other.
+            Collective::AllToAll if axis == Axis::Context => self.collective(Operation::AllToAll, bytes, ranks, stride),
             // Experts lie on the ranks of a tensor group first.
             Collective::AllToAll => {
                 let placed = match mesh.experts_of_replicas() {

@@ -23,6 +23,8 @@ pub struct Parallel {
     pub shard: usize,
     /// Ranks that share each sequence.
     pub context: usize,
+    /// The exchange of these ranks for attention.
+    pub exchange: ContextExchange,
     /// True if each of them has an early and a late part of it.
     pub balanced: bool,
     /// Ranks that share every product.
@@ -95,7 +97,7 @@ impl Resolver {
         let pipeline = pipeline.clamp(1, RANKS_MAX as usize);
         let (schedule, chunks) = self.pipeline(&section, pipeline);
         self.cuts(&section, pipeline, schedule, chunks, inputs);
-        let (context, balanced) = self.context(&section);
+        let (context, exchange, balanced) = self.context(&section);
         let (tensor, sequence) = self.tensor(&section);
         let (replicate, shard) = self.degrees(&section, [pipeline, context, tensor], inputs);
         let (stage, because) = match shard {
@@ -115,6 +117,7 @@ impl Resolver {
             replicate,
             shard,
             context,
+            exchange,
             balanced,
             tensor,
             sequence,
@@ -248,15 +251,18 @@ impl Resolver {
         }
     }
 
-    /// The context-parallel degree, and true if its ranks have early and late parts.
-    fn context(&mut self, section: &ParallelSection) -> (usize, bool) {
+    /// The context-parallel degree, the exchange of its ranks, and true if they have early and late
+    /// parts.
+    fn context(&mut self, section: &ParallelSection) -> (usize, ContextExchange, bool) {
         let degree = section.context_parallel_degree;
         self.count("parallel.context_parallel_degree", Some(degree as u64), 1, RANKS_MAX);
         let degree = degree.clamp(1, RANKS_MAX as usize);
-        let given = &section.context_parallel_load_balance;
+        let (given, gathers) = (&section.context_parallel_load_balance, ContextExchange::AllGather);
         if degree == 1 {
-            self.unused("parallel.context_parallel_load_balance", given, "context_parallel_degree is 1");
-            return (1, true);
+            let because = "context_parallel_degree is 1";
+            self.unused("parallel.context_parallel_load_balance", given, because);
+            self.unused("parallel.context_parallel_exchange", &section.context_parallel_exchange, because);
+            return (1, gathers, true);
         }
         if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
             let message = format!(
@@ -264,7 +270,16 @@ impl Resolver {
             );
             self.problem("parallel.context_parallel_degree", message);
         }
-        (degree, self.settle("parallel.context_parallel_load_balance", given, true, "equal work under the causal mask"))
+        let because = "any number of heads";
+        let key = "parallel.context_parallel_exchange";
+        let exchange = self.settle(key, &section.context_parallel_exchange, gathers, because);
+        if exchange == ContextExchange::AllToAll {
+            let because = "by all_to_all every rank has whole sequences of its heads, which is equal work";
+            self.unused("parallel.context_parallel_load_balance", given, because);
+            return (degree, exchange, false);
+        }
+        let because = "equal work under the causal mask";
+        (degree, exchange, self.settle("parallel.context_parallel_load_balance", given, true, because))
     }
 
     /// The tensor-parallel degree, and true if its ranks divide rows too.

@@ -28,6 +28,19 @@ choices! {
     }
 }
 
+choices! {
+    /// The exchange of context-parallel ranks for attention.
+    ContextExchange {
+        /// Each rank gathers the keys and values of all ranks for its own queries. Goes with any
+        /// number of heads.
+        AllGather = "all_gather",
+        /// Ranks exchange rows for heads before attention and back after it (Jacobs et al. 2023,
+        /// DeepSpeed Ulysses). What a rank keeps is divided by the degree, which must divide the
+        /// numbers of query and of key/value heads.
+        AllToAll = "all_to_all",
+    }
+}
+
 section! {
     /// The ranks and the state that each of them keeps. Ranks are threads of one process, or
     /// processes that `trainyard launch`, torchrun, srun or mpirun started.
@@ -111,7 +124,10 @@ section! {
         /// Number of ranks that share each sequence, each with a part of its tokens.
         #[elsewhere("context_parallel_size", "cp_size")]
         context_parallel_degree: usize = 1;
-        /// With context parallelism, give each rank an early and a late part of each sequence, so
+        /// The exchange of context-parallel ranks for attention. Unset: `all_gather`.
+        #[elsewhere("cp_comm_type", "context_parallel_rotate_method", "ulysses_degree", "ulysses_sequence_parallel_size")]
+        context_parallel_exchange: Option<ContextExchange> = None;
+        /// With context parallelism by `all_gather`, give each rank an early and a late part of each sequence, so
         /// that all have equal work under the causal mask. Unset: true.
         #[elsewhere("context_parallel_load_balancer")]
         context_parallel_load_balance: Option<bool> = None;

@@ -537,6 +537,15 @@ fn impossible_ranks_are_refused() {
         (&["parallel.context_parallel_degree=2", "parallel.ranks=3"], "3 ranks are not a multiple of"),
         (&["parallel.context_parallel_degree=3"], "cuts each sequence into 6 equal parts"),
         (&["parallel.context_parallel_load_balance=true"], "parallel.context_parallel_load_balance has no effect"),
+        (&["parallel.context_parallel_exchange=all_to_all"], "parallel.context_parallel_exchange has no effect"),
+        (
+            &[
+                "parallel.context_parallel_degree=2",
+                "parallel.context_parallel_exchange=all_to_all",
+                "parallel.context_parallel_load_balance=true",
+            ],
+            "which is equal work",
+        ),
         (&["parallel.context_parallel_degree=2", "training.elastic_bits=true"], "whole sequences"),
         (
             &["parallel.context_parallel_degree=2", "parallel.zero_stage=1", "optimizer.name=muon"],

@@ -91,9 +91,11 @@ impl Exchanges {
             Collective::AllReduce => from.clone(),
             Collective::AllGather => device.empty([rows * ranks, columns], from.dtype(), Purpose::Activations)?,
             Collective::ReduceScatter => device.empty([rows / ranks, columns], from.dtype(), Purpose::Activations)?,
+            Collective::AllToAll => device.empty([rows, columns], from.dtype(), Purpose::Activations)?,
             _ => return Err(cannot(action)),
         };
-        if from.dtype() == DType::F16 && collective != Collective::AllGather {
+        let sums = matches!(collective, Collective::AllReduce | Collective::ReduceScatter);
+        if from.dtype() == DType::F16 && sums {
             state.wide = Some(device.empty([rows, columns], DType::F32, Purpose::Activations)?);
         }
         state.to = Some(to);
@@ -119,10 +121,9 @@ impl Exchanges {
         let (at, collective) = crossing_of(action).ok_or_else(|| cannot(action))?;
         let State { from, to, wide } = lock(&self.0)[&at].clone();
         let (Some(from), Some(mut to)) = (from, to) else { return Err(cannot(action)) };
-        if collective == Collective::AllGather {
-            return link.all_gather(&from, &mut to);
-        }
         match wide {
+            _ if collective == Collective::AllGather => link.all_gather(&from, &mut to),
+            _ if collective == Collective::AllToAll => link.all_to_all(&from, &mut to),
             None if collective == Collective::AllReduce => link.sum(&mut to),
             None => link.sum_to_parts(&from, &mut to),
             Some(mut wide) => {

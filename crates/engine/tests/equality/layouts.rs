@@ -8,6 +8,8 @@ pub struct Layout {
     pub replicate: usize,
     pub shard: usize,
     pub context: usize,
+    /// True if the ranks of a sequence exchange its rows for heads, false if they gather keys.
+    pub by_heads: bool,
     pub tensor: usize,
     pub pipeline: usize,
     /// Replicas that share the experts of a mixture.
@@ -29,6 +31,7 @@ impl Layout {
         replicate: 1,
         shard: 1,
         context: 1,
+        by_heads: false,
         tensor: 1,
         pipeline: 1,
         experts: 1,
@@ -56,7 +59,9 @@ impl Layout {
     /// nothing: they divide a batch among as many ranks, and sequences and products in the same
     /// way.
     pub fn shares_bits_with(&self, other: &Layout) -> bool {
-        let parts = |layout: &Layout| (layout.replicate * layout.shard, layout.context, layout.tensor, layout.sequence);
+        let context = |layout: &Layout| (layout.context, layout.by_heads);
+        let parts =
+            |layout: &Layout| (layout.replicate * layout.shard, context(layout), layout.tensor, layout.sequence);
         parts(self) == parts(other)
     }
 
@@ -72,6 +77,9 @@ impl Layout {
             format!("parallel.zero_stage={}", self.zero_stage),
             format!("activation_checkpointing.mode='{}'", self.checkpointing),
         ];
+        if self.by_heads {
+            sets.push("parallel.context_parallel_exchange='all_to_all'".to_owned());
+        }
         if self.experts > 1 {
             sets.push(format!("parallel.expert_parallel_degree={}", self.experts));
         }
@@ -105,7 +113,8 @@ impl fmt::Display for Layout {
             } else {
                 String::new()
             };
-            parts.push(format!("cp {}{stage}", self.context));
+            let by = if self.by_heads { " by heads" } else { "" };
+            parts.push(format!("cp {}{by}{stage}", self.context));
         }
         if self.tensor > 1 {
             let rows = if self.sequence { " (rows too)" } else { "" };
@@ -146,7 +155,7 @@ pub fn of_four() -> Vec<Layout> {
 /// of them.
 pub fn of_eight() -> Vec<Layout> {
     type Row = (usize, usize, usize, (usize, bool), (usize, &'static str), &'static str);
-    type OfContext = (usize, Row);
+    type OfContext = ((usize, bool), Row);
     // Replicas, shards, ZeRO stage; parts, rows too; stages, schedule; checkpointing.
     let rows: [Row; 24] = [
         (2, 1, 0, (2, true), (2, "interleaved"), "selective"),
@@ -174,31 +183,43 @@ pub fn of_eight() -> Vec<Layout> {
         (1, 1, 0, (4, false), (2, "gpipe"), "full"),
         (1, 2, 1, (2, true), (2, "dual_pipe_v"), "none"),
     ];
-    // Parts of sequences before the rest.
+    // Parts of sequences, and true if their ranks exchange rows for heads, before the rest.
     let of_context: [OfContext; 16] = [
-        (4, (1, 1, 1, (2, true), (1, "1f1b"), "none")),
-        (2, (2, 1, 0, (2, true), (1, "1f1b"), "full")),
-        (2, (1, 2, 3, (1, false), (2, "zero_bubble"), "selective")),
-        (4, (2, 1, 0, (1, false), (1, "1f1b"), "none")),
-        (4, (2, 1, 1, (1, false), (1, "1f1b"), "selective")),
-        (4, (1, 2, 2, (1, false), (1, "1f1b"), "full")),
-        (4, (1, 2, 3, (1, false), (1, "1f1b"), "none")),
-        (4, (1, 1, 0, (1, false), (2, "interleaved"), "none")),
-        (4, (1, 1, 3, (2, false), (1, "1f1b"), "full")),
-        (2, (4, 1, 0, (1, false), (1, "1f1b"), "selective")),
-        (2, (2, 2, 1, (1, false), (1, "1f1b"), "none")),
-        (2, (1, 4, 3, (1, false), (1, "1f1b"), "full")),
-        (2, (1, 1, 0, (4, false), (1, "1f1b"), "none")),
-        (2, (1, 2, 2, (2, false), (1, "1f1b"), "none")),
-        (2, (1, 1, 1, (2, true), (2, "dual_pipe_v"), "none")),
-        (2, (1, 1, 0, (1, false), (4, "zero_bubble_v"), "full")),
+        ((4, false), (1, 1, 1, (2, true), (1, "1f1b"), "none")),
+        ((2, false), (2, 1, 0, (2, true), (1, "1f1b"), "full")),
+        ((2, false), (1, 2, 3, (1, false), (2, "zero_bubble"), "selective")),
+        ((4, false), (2, 1, 0, (1, false), (1, "1f1b"), "none")),
+        ((4, false), (2, 1, 1, (1, false), (1, "1f1b"), "selective")),
+        ((4, false), (1, 2, 2, (1, false), (1, "1f1b"), "full")),
+        ((4, false), (1, 2, 3, (1, false), (1, "1f1b"), "none")),
+        ((4, false), (1, 1, 0, (1, false), (2, "interleaved"), "none")),
+        ((4, false), (1, 1, 3, (2, false), (1, "1f1b"), "full")),
+        ((2, false), (4, 1, 0, (1, false), (1, "1f1b"), "selective")),
+        ((2, true), (2, 2, 1, (1, false), (1, "1f1b"), "none")),
+        ((2, true), (1, 4, 3, (1, false), (1, "1f1b"), "full")),
+        ((2, false), (1, 1, 0, (4, false), (1, "1f1b"), "none")),
+        ((2, false), (1, 2, 2, (2, false), (1, "1f1b"), "none")),
+        ((2, false), (1, 1, 1, (2, true), (2, "dual_pipe_v"), "none")),
+        ((2, true), (1, 1, 0, (1, false), (4, "zero_bubble_v"), "full")),
     ];
     let layout = |(context, row): OfContext| {
         let (replicate, shard, zero_stage, (tensor, sequence), (pipeline, schedule), checkpointing) = row;
-        let experts = 1;
-        Layout { replicate, shard, context, tensor, pipeline, experts, sequence, zero_stage, schedule, checkpointing }
+        let (context, by_heads) = context;
+        Layout {
+            replicate,
+            shard,
+            context,
+            by_heads,
+            tensor,
+            pipeline,
+            sequence,
+            zero_stage,
+            schedule,
+            checkpointing,
+            ..Layout::ONE
+        }
     };
-    rows.into_iter().map(|row| (1, row)).chain(of_context).map(layout).collect()
+    rows.into_iter().map(|row| ((1, false), row)).chain(of_context).map(layout).collect()
 }
 
 /// Layouts of eight ranks for mixtures: experts over replicas that are divided in every other way,
@@ -245,6 +266,7 @@ pub fn of_experts() -> Vec<Layout> {
                 zero_stage,
                 schedule,
                 checkpointing,
+                ..Layout::ONE
             }
         };
     rows.into_iter().map(layout).collect()

@@ -419,6 +419,12 @@ pub const ROWS: &[Row] = &[
         &["parallel.context_parallel_load_balance=false"],
         Losses,
     ),
+    row(
+        "parallel.context_parallel_exchange",
+        &["parallel.context_parallel_degree=2"],
+        &["parallel.context_parallel_exchange=all_to_all"],
+        Program,
+    ),
     row("update.rule", TWO, &["update.rule=local"], Program),
     row("update.every", APART, &["update.every=3"], Losses),
     row("update.outer_learning_rate", APART, &["update.outer_learning_rate=0.5"], Losses),

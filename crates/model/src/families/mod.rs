@@ -22,7 +22,7 @@ use crate::hf::{ConfigError, Keys, Written};
 use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::rope::RopeTables;
 use crate::spec::ModelSpec;
-use crate::split::{Cut, Division, ExpertSplit};
+use crate::split::{ContextSplit, Cut, Division, ExpertSplit};
 use crate::unit::{Slots, Unit};
 use crate::units::Block;
 use crate::{ModelError, Result};
@@ -158,7 +158,7 @@ pub trait Definition: Send + Sync {
         if share.experts.ranks > 1 {
             block = block.spread(share.experts);
         }
-        Ok(Box::new(if share.on_rows { block.on_rows() } else { block }))
+        Ok(Box::new(if share.context.ranks > 1 { block.on_rows(share.context)? } else { block }))
     }
 }
 
@@ -167,8 +167,8 @@ pub trait Definition: Send + Sync {
 pub struct Share<'a> {
     /// The shares of a tensor-parallel group in products; None if they are whole.
     pub division: Option<&'a Division>,
-    /// True if the ranks of a context-parallel group divide the rows of every sequence.
-    pub on_rows: bool,
+    /// The part of every sequence that the rank has.
+    pub context: ContextSplit,
     /// The experts that the rank has.
     pub experts: ExpertSplit,
 }

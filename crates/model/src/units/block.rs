@@ -7,7 +7,7 @@ use crate::families::{AttentionKind, Gains, MlpKind, NormPlaces, Parameters, QkN
 use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
 use crate::spec::{self, ModelSpec};
-use crate::split::{Division, ExpertSplit, TensorSplit};
+use crate::split::{ContextExchange, ContextSplit, Division, ExpertSplit, TensorSplit};
 use crate::unit::{
     Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, require_input, without_segments,
 };
@@ -181,16 +181,78 @@ impl Block {
         self
     }
 
-    /// The same on the rows of one rank of a context-parallel group. Its queries stay where they
-    /// are, and the keys and values of all ranks are gathered.
-    pub fn on_rows(mut self) -> Block {
-        self.split = Some(match self.split.take() {
-            None => SplitBlock { place: TensorSplit::WHOLE, segments: segments_on_rows(), parts: PARTS_OF_CONTEXT },
-            Some(split) => {
-                SplitBlock { segments: segments_of_both(split.place.residual()), parts: PARTS_OF_BOTH, ..split }
+    /// The same on the rows of one rank of a context-parallel group.
+    ///
+    /// # Errors
+    /// Heads that the group's ranks cannot divide, where they exchange rows for heads.
+    pub fn on_rows(mut self, context: ContextSplit) -> Result<Block> {
+        let (place, is_whole) = match &self.split {
+            None => (TensorSplit::WHOLE, true),
+            Some(split) => (split.place, false),
+        };
+        let residual = place.residual();
+        let (segments, parts) = match (context.exchange, is_whole) {
+            (ContextExchange::Keys(_), true) => (segments_on_rows(), PARTS_OF_CONTEXT),
+            (ContextExchange::Keys(_), false) => (segments_of_both(residual), PARTS_OF_BOTH),
+            (ContextExchange::Heads, true) => (segments_by_heads(), PARTS_BY_HEADS),
+            (ContextExchange::Heads, false) => (segments_of_both_by_heads(residual), PARTS_OF_BOTH_BY_HEADS),
+        };
+        if context.exchange == ContextExchange::Heads {
+            let HeadLayout { heads, kv_heads, .. } = self.heads;
+            let ranks = context.ranks;
+            if !heads.is_multiple_of(ranks) || !kv_heads.is_multiple_of(ranks) {
+                return Err(ModelError::Split(format!(
+                    "{heads} query heads and {kv_heads} key/value heads cannot be divided among {ranks} ranks of a \
+                     context-parallel group: gather keys and values (all_gather), or take a degree that divides both"
+                )));
             }
-        });
-        self
+            let (heads, kv_heads) = (heads / ranks, kv_heads / ranks);
+            self.attention = AttentionSpec { heads, kv_heads, ..self.attention };
+        }
+        self.split = Some(SplitBlock { place, segments, parts });
+        Ok(self)
+    }
+
+    /// Queries, keys and values of the normed input, the heads of each rank of the context-parallel
+    /// group after those of the one before: [r m, (h + 2 h_kv) / r c].
+    fn project_by_heads(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, h: Var) -> Result<Var> {
+        let qkv = self.queries_and_keys(tape, cx, h)?;
+        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
+        let (ranks, rows) = (heads / self.attention.heads, qkv.tensor().rows());
+        let parts = tape.split(&qkv, &[heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1)?;
+        drop(qkv);
+        let by_rank = |tape: &mut Tape<'_>, part: Var| {
+            let columns = part.tensor().last_dim() / ranks;
+            tape.reshape(&part, &[rows, ranks, columns])
+        };
+        let parts = parts.into_iter().map(|part| by_rank(tape, part)).collect::<Result<Vec<Var>, _>>()?;
+        let all = tape.cat(&parts.iter().collect::<Vec<_>>(), 2)?;
+        drop(parts);
+        let columns = all.tensor().last_dim();
+        let all = tape.permute(&all, &[1, 0, 2])?;
+        Ok(tape.reshape(&all, &[ranks * rows, columns])?)
+    }
+
+    /// Attention of this rank's heads over all rows, which come and go rank after rank:
+    /// [r m, h / r c].
+    fn attend_by_heads(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, qkv: &Var) -> Result<Var> {
+        let Some(part) = &cx.batch.part else { return Err(without_part()) };
+        // A rank has two chunks of each sequence, its first of every sequence before its second.
+        let sequences = part.rows.len() / 2;
+        let chunks = 2 * self.heads.heads / self.attention.heads;
+        let qkv = exchanged_blocks(tape, qkv, [chunks, sequences])?;
+        let out = tape.attention(&qkv, self.attention, &cx.batch.segments)?;
+        drop(qkv);
+        exchanged_blocks(tape, &out, [sequences, chunks])
+    }
+
+    /// The columns of all heads side by side: [m, h c] of [r m, h / r c].
+    fn join_heads(&self, tape: &mut Tape<'_>, heads: &Var) -> Result<Var> {
+        let ranks = self.heads.heads / self.attention.heads;
+        let (rows, columns) = (heads.tensor().rows() / ranks, heads.tensor().last_dim());
+        let heads = tape.reshape(heads, &[ranks, rows, columns])?;
+        let heads = tape.permute(&heads, &[1, 0, 2])?;
+        Ok(tape.reshape(&heads, &[rows, ranks * columns])?)
     }
 
     /// The queries of the normed input, and its keys and values side by side: [m, h c],
@@ -202,10 +264,8 @@ impl Block {
 
     /// Attention of this rank's queries over the gathered keys and values: [m, h c].
     fn attend_to(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, q: &Var, kv: &Var) -> Result<Var> {
-        let Some(part) = &cx.batch.part else {
-            return Err(ModelError::Batch("a context-parallel rank takes its part of a micro-batch".into()));
-        };
-        Ok(tape.context_attention(q, kv, self.attention, &part.keys)?)
+        let keys = cx.batch.part.as_ref().and_then(|part| part.keys.as_ref()).ok_or_else(without_part)?;
+        Ok(tape.context_attention(q, kv, self.attention, keys)?)
     }
 
     /// Queries, keys and values of the normed input, rotated: [m, (h + 2 h_kv) c].
@@ -387,6 +447,23 @@ fn segments_on_rows() -> Segments {
     gathering(segments.on_rows(), 3)
 }
 
+/// The same where ranks exchange rows for heads.
+fn segments_by_heads() -> Segments {
+    let value = |name| Value::new(name, Layout::Invariant);
+    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
+    let segments = Segments {
+        values: ["x", "qkv", "qkv'", "heads", "heads'", "y"].map(value).into(),
+        input: Some(0),
+        segments: vec![
+            segment("project", vec![0], vec![0, 1]),
+            segment("attend", vec![2], vec![3]),
+            segment("end", vec![0, 4], vec![5]),
+        ],
+        exchanges: [(1, 2), (3, 4)].map(|(from, to)| Exchange { from, to }).into(),
+    };
+    by_heads(segments.on_rows(), [2, 3])
+}
+
 /// The segments of a block of which a rank has rows and parts of products, on a residual stream of
 /// this layout over the tensor-parallel group.
 fn segments_of_both(residual: Layout) -> Segments {
@@ -423,6 +500,67 @@ fn segments_of_both(residual: Layout) -> Segments {
     gathering(segments.on_rows(), 5)
 }
 
+/// The same where ranks of the context-parallel group exchange rows for heads.
+fn segments_of_both_by_heads(residual: Layout) -> Segments {
+    let value = Value::new;
+    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
+    let segments = Segments {
+        values: vec![
+            value("x", residual),
+            value("h", residual),
+            value("h'", Layout::Replicated),
+            value("qkv", Layout::Split),
+            value("qkv'", Layout::Split),
+            value("heads", Layout::Split),
+            value("heads'", Layout::Split),
+            value("a", Layout::Partial),
+            value("a'", residual),
+            value("x2", residual),
+            value("h2", residual),
+            value("h2'", Layout::Replicated),
+            value("b", Layout::Partial),
+            value("b'", residual),
+            value("y", residual),
+        ],
+        input: Some(0),
+        segments: vec![
+            segment("norm", vec![0], vec![0, 1]),
+            segment("project", vec![2], vec![3]),
+            segment("attend", vec![4], vec![5]),
+            segment("join", vec![6], vec![7]),
+            segment("rejoin", vec![0, 8], vec![9, 10]),
+            segment("mlp", vec![11], vec![12]),
+            segment("output", vec![9, 13], vec![14]),
+        ],
+        exchanges: [(1, 2), (3, 4), (5, 6), (7, 8), (10, 11), (12, 13)].map(|(from, to)| Exchange { from, to }).into(),
+    };
+    by_heads(segments.on_rows(), [4, 5])
+}
+
+/// Makes these values ones of which every rank of the context-parallel group has all rows of its
+/// own heads.
+fn by_heads(mut segments: Segments, values: [usize; 2]) -> Segments {
+    values.into_iter().for_each(|value| segments.values[value].context = Layout::Heads);
+    segments
+}
+
+/// The rows of `x` as `outer` groups of `inner` blocks, with the two exchanged.
+fn exchanged_blocks(tape: &mut Tape<'_>, x: &Var, [outer, inner]: [usize; 2]) -> Result<Var> {
+    if outer == 1 || inner == 1 {
+        return Ok(x.clone());
+    }
+    let (rows, columns) = (x.tensor().rows(), x.tensor().last_dim());
+    let blocks = tape.reshape(x, &[outer, inner, rows / outer / inner * columns])?;
+    let blocks = tape.permute(&blocks, &[1, 0, 2])?;
+    Ok(tape.reshape(&blocks, &[rows, columns])?)
+}
+
+/// The error of a rank of a context-parallel group that is given a whole micro-batch, or one for
+/// another exchange.
+fn without_part() -> ModelError {
+    ModelError::Batch("a context-parallel rank takes its part of a micro-batch".into())
+}
+
 /// Makes value `gathered` one that every rank of the context-parallel group has whole, for its own
 /// queries.
 fn gathering(mut segments: Segments, gathered: usize) -> Segments {
@@ -441,6 +579,14 @@ enum Part {
     AttendAndEnd,
     /// The norm, then as [`Part::Project`].
     NormAndProject,
+    ProjectByHeads,
+    /// The norm, then as [`Part::ProjectByHeads`].
+    NormAndProjectByHeads,
+    AttendByHeads,
+    /// The product that ends attention, over the heads of all ranks.
+    JoinHeads,
+    /// The same and all that follows, on whole products.
+    JoinHeadsAndEnd,
     Rejoin,
     Mlp,
     Output,
@@ -448,6 +594,9 @@ enum Part {
 
 const PARTS_OF_TENSOR: &[Part] = &[Part::Norm, Part::Attention, Part::Rejoin, Part::Mlp, Part::Output];
 const PARTS_OF_CONTEXT: &[Part] = &[Part::NormAndProject, Part::AttendAndEnd];
+const PARTS_BY_HEADS: &[Part] = &[Part::NormAndProjectByHeads, Part::AttendByHeads, Part::JoinHeadsAndEnd];
+const PARTS_OF_BOTH_BY_HEADS: &[Part] =
+    &[Part::Norm, Part::ProjectByHeads, Part::AttendByHeads, Part::JoinHeads, Part::Rejoin, Part::Mlp, Part::Output];
 const PARTS_OF_BOTH: &[Part] = &[Part::Norm, Part::Project, Part::Attend, Part::Rejoin, Part::Mlp, Part::Output];
 
 impl Dense {
@@ -515,6 +664,22 @@ impl Unit for Block {
             }
             (Part::AttendAndEnd, [x, q, kv]) => {
                 let h = self.attend_to(tape, cx, q, kv)?;
+                let x = self.rejoin(0, self.out, tape, cx, &h, x)?;
+                drop(h);
+                Ok(vec![self.end(tape, cx, &x)?])
+            }
+            (Part::NormAndProjectByHeads, [x]) => {
+                let h = self.enter(0, tape, x)?;
+                Ok(vec![x.clone(), self.project_by_heads(tape, cx, h)?])
+            }
+            (Part::ProjectByHeads, [h]) => Ok(vec![self.project_by_heads(tape, cx, h.clone())?]),
+            (Part::AttendByHeads, [qkv]) => Ok(vec![self.attend_by_heads(tape, cx, qkv)?]),
+            (Part::JoinHeads, [heads]) => {
+                let heads = self.join_heads(tape, heads)?;
+                Ok(vec![self.out.product(tape, &heads)?])
+            }
+            (Part::JoinHeadsAndEnd, [x, heads]) => {
+                let h = self.join_heads(tape, heads)?;
                 let x = self.rejoin(0, self.out, tape, cx, &h, x)?;
                 drop(h);
                 Ok(vec![self.end(tape, cx, &x)?])

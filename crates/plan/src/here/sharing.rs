@@ -15,6 +15,8 @@ pub struct Base {
     pub context: usize,
     /// True if ranks can divide sequences here: on processors.
     pub divides_sequences: bool,
+    /// Query and key/value heads, for ranks that exchange rows of sequences for heads.
+    pub heads: [usize; 2],
     /// Tensor-parallel degree.
     pub tensor: usize,
     /// Expert-parallel degree.
@@ -34,6 +36,8 @@ pub(super) struct Sharing {
     pub(super) pipeline: Option<&'static str>,
     pub(super) stages: usize,
     pub(super) context: usize,
+    /// True if the ranks that share a sequence exchange rows for heads, false if they gather keys.
+    by_heads: bool,
     pub(super) tensor: usize,
     pub(super) data: usize,
     pub(super) shard: usize,
@@ -85,7 +89,11 @@ pub(super) fn sharings(base: &Base) -> Vec<Sharing> {
                 };
                 for pipeline in orders {
                     let divided = divided_state(pipeline, [stages, context, tensor, data]).into_iter();
-                    all.extend(divided.flat_map(|sharing| divided_experts(base, sharing)));
+                    all.extend(divided.flat_map(|sharing| divided_experts(base, sharing)).flat_map(|sharing| {
+                        let by_heads =
+                            [false, true].into_iter().filter(|by_heads| !by_heads || base.has_heads_for(sharing));
+                        by_heads.map(move |by_heads| Sharing { by_heads, ..sharing })
+                    }));
                 }
             }
         }
@@ -99,6 +107,12 @@ impl Base {
         let enough = context == self.context || self.sequence_length / context >= CONTEXT_TOKENS_MIN;
         context == 1 || self.divides_sequences && self.sequence_length.is_multiple_of(2 * context) && enough
     }
+
+    /// True if the ranks that share a sequence can exchange its rows for heads.
+    fn has_heads_for(&self, sharing: Sharing) -> bool {
+        let of_a_group = |heads: usize| heads.is_multiple_of(sharing.context * sharing.tensor);
+        sharing.context > 1 && self.heads.into_iter().all(of_a_group)
+    }
 }
 
 /// The ways of dividing the state among the ranks that see different data. Together with stages or
@@ -106,7 +120,8 @@ impl Base {
 /// small then.
 fn divided_state(pipeline: Option<&'static str>, [stages, context, tensor, data]: [usize; 4]) -> Vec<Sharing> {
     let (shard, expert_ranks, stage, reshard) = (1, 1, 0, true);
-    let whole = Sharing { pipeline, stages, context, tensor, data, shard, expert_ranks, stage, reshard };
+    let by_heads = false;
+    let whole = Sharing { pipeline, stages, context, by_heads, tensor, data, shard, expert_ranks, stage, reshard };
     let mut all = vec![whole];
     let kinds = [(1, true), (2, true), (3, true), (3, false)];
     let kinds = if stages * context * tensor > 1 { &kinds[..1] } else { &kinds[..] };
@@ -135,7 +150,7 @@ pub(super) fn micro_batches(base: &Base, sharing: Sharing) -> Vec<usize> {
 /// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`,
 /// and sums per micro-batch if `each`.
 pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
-    let Sharing { pipeline, stages, context, tensor, data, shard, expert_ranks, stage, reshard } = sharing;
+    let Sharing { pipeline, stages, context, by_heads, tensor, data, shard, expert_ranks, stage, reshard } = sharing;
     let mut sets = vec![
         format!("training.global_batch_size={}", base.global_batch),
         format!("training.micro_batch_size={micro}"),
@@ -157,6 +172,10 @@ pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, 
     sets.extend(pipeline.map(|order| format!("parallel.pipeline_schedule={order}")));
     if context > 1 || base.context > 1 {
         sets.push(format!("parallel.context_parallel_degree={context}"));
+    }
+    if context > 1 {
+        let exchange = if by_heads { "all_to_all" } else { "all_gather" };
+        sets.push(format!("parallel.context_parallel_exchange={exchange}"));
     }
     if expert_ranks > 1 || base.expert_ranks > 1 {
         sets.push(format!("parallel.expert_parallel_degree={expert_ranks}"));

@@ -96,6 +96,7 @@ fn fault_of_context(program: &Program, split: &SplitShape, last: bool) -> Option
 /// | invariant | invariant |
 /// | replicated | replicated |
 /// | split, partial | replicated or split |
+/// | heads | heads |
 ///
 /// The loss is the exception. It is computed from invariant statistics of all logits; its other
 /// operand is replicated, because each rank computes a part of its gradient.
@@ -110,7 +111,9 @@ fn fault_of_compute(
     let made = layout(&value);
     let has_statistics = segment.takes.iter().any(|value| layout(value) == Layout::Invariant);
     let fits = |operand: &Layout| match (made, operand) {
-        (Layout::Invariant, Layout::Invariant) | (Layout::Replicated, Layout::Replicated) => true,
+        (Layout::Invariant, Layout::Invariant)
+        | (Layout::Replicated, Layout::Replicated)
+        | (Layout::Heads, Layout::Heads) => true,
         (Layout::Invariant, Layout::Replicated) => makes_loss && has_statistics,
         (Layout::Split | Layout::Partial, Layout::Replicated | Layout::Split) => true,
         _ => false,
