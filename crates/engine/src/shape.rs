@@ -1,10 +1,10 @@
 //! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
-    Activation as ConfigActivation, AdapterMethod, CheckpointMode, CompressionCodec, Compute, Config, CudaGraphs,
-    DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe, ModelShape as ConfigShape, ModelSource, OffloadTier,
-    OptimizerName, Parallel, PipelineSchedule as ConfigPipeline, ReduceDtype, ReduceSchedule as ConfigSchedule,
-    Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling, Section,
+    Activation as ConfigActivation, AdapterMethod, CheckpointMode, CompressionCodec, Compute, Config, ContextExchange,
+    CudaGraphs, DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe, ModelShape as ConfigShape, ModelSource,
+    OffloadTier, OptimizerName, Parallel, PipelineSchedule as ConfigPipeline, ReduceDtype,
+    ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling, Section,
 };
 use crate::constraints::Pruning;
 use crate::fp8::{Fp8Settings, check_sizes, layers};

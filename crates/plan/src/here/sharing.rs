@@ -89,11 +89,8 @@ pub(super) fn sharings(base: &Base) -> Vec<Sharing> {
                 };
                 for pipeline in orders {
                     let divided = divided_state(pipeline, [stages, context, tensor, data]).into_iter();
-                    all.extend(divided.flat_map(|sharing| divided_experts(base, sharing)).flat_map(|sharing| {
-                        let by_heads =
-                            [false, true].into_iter().filter(|by_heads| !by_heads || base.has_heads_for(sharing));
-                        by_heads.map(move |by_heads| Sharing { by_heads, ..sharing })
-                    }));
+                    let divided = divided.flat_map(|sharing| divided_experts(base, sharing));
+                    all.extend(divided.flat_map(|sharing| exchanges(base, sharing)));
                 }
             }
         }
@@ -137,6 +134,13 @@ fn divided_experts(base: &Base, sharing: Sharing) -> impl Iterator<Item = Sharin
     let experts = base.experts;
     let divides = move |ranks: &usize| replicas.is_multiple_of(*ranks) && experts.is_multiple_of(*ranks);
     (1..=replicas).filter(divides).map(move |expert_ranks| Sharing { expert_ranks, ..sharing })
+}
+
+/// A division whose ranks that share a sequence gather keys, and, where they can, exchange rows for
+/// heads.
+fn exchanges(base: &Base, sharing: Sharing) -> impl Iterator<Item = Sharing> + use<> {
+    let by_heads = base.has_heads_for(sharing).then_some(Sharing { by_heads: true, ..sharing });
+    std::iter::once(sharing).chain(by_heads)
 }
 
 /// The micro-batches of a division. A pipeline needs at least as many as it has stages to be full.
