@@ -6,7 +6,7 @@
 
 Writes crates/compress/tests/golden/layer.json. Weights and inputs follow from formulas that the test
 repeats. SparseGPT follows `sparsegpt.py` of IST-DASLab/sparsegpt, GPTQ `gptq.py` of IST-DASLab/gptq
-without blocks (so that every column sees all moves before it), Wanda and magnitude `lib/prune.py` of
+without blocks (so that every column sees all moves before it), AWQ `auto_scale.py` of mit-han-lab/llm-awq, Wanda and magnitude `lib/prune.py` of
 locuslab/wanda; all in f64. Scales are those of compressed-tensors for symmetric groups, and the packed
 words from its own function: they are printed, for the
 test of crates/model/src/weights/packed.rs.
@@ -97,6 +97,22 @@ def nearest(w, bits, group):
     return {"bits": bits, "group": group, "codes": codes.to(torch.int8).tolist(), "scales": scales.tolist()}
 
 
+def awq(w, x, bits, group):
+    """Lin et al. 2023, section 3.2, with the root mean square of inputs as their size."""
+    sizes = x.pow(2).mean(0).sqrt().clamp(min=1e-4)
+    found = None
+    for step in range(20):
+        scales = sizes ** (step / 20)
+        scales = (scales / (scales.max() * scales.min()).sqrt()).float()
+        coded = nearest(w.float() * scales, bits, group)
+        steps = torch.tensor(coded["scales"]).repeat_interleave(group, 1)
+        rounded = torch.tensor(coded["codes"]).float() * steps / scales
+        error = ((rounded.double() - w) @ x.T).pow(2).sum().item()
+        if found is None or error < found["error"]:
+            found = {"bits": bits, "group": group, "error": error, "exponent": step / 20, "scales": scales.tolist()}
+    return found
+
+
 def kept(mask):
     return ["".join("1" if on else "0" for on in row) for row in mask.tolist()]
 
@@ -161,6 +177,7 @@ def main():
         "sparsegpt_2_4": sparsegpt(w, u, keep=2, of=4).tolist(),
         "gptq": [gptq(w, u, 4, 32), gptq(w, u, 3, 160)],
         "merge": merges(),
+        "awq": [awq(w, x, 4, 32), awq(w, x, 3, 160)],
         "nearest": [nearest(w, 4, 32), nearest(w, 3, 160)],
     }
     folder = Path(__file__).parents[2] / "crates/compress/tests/golden"

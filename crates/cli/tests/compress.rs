@@ -29,7 +29,7 @@ const TEXTS: [&str; 7] = ["--calibration", "text.txt", "--length", "32", "--eval
 
 /// The published order on a model that was trained here: SparseGPT keeps more than magnitude and
 /// Wanda (Frantar & Alistarh 2023, table 1), GPTQ more than rounding to nearest (Frantar et al.
-/// 2023, table 3). Wanda keeps more than magnitude in 2:4 (Sun et al. 2023, table 3); without a
+/// 2023, table 3), and so does AWQ (Lin et al. 2023, table 4). Wanda keeps more than magnitude in 2:4 (Sun et al. 2023, table 3); without a
 /// pattern the two are close to each other in a model as small as this. What is reported is what
 /// `eval` says of the folder.
 #[test]
@@ -62,8 +62,8 @@ fn methods_are_ordered_as_published_and_folders_hold_what_is_reported() {
         (after, line["bytes"].as_u64().unwrap())
     };
     for bits in ["3", "4"] {
-        let [rtn, gptq] = ["rtn", "gptq"].map(|method| quantise(method, bits, "compressed-tensors"));
-        assert!(rtn.0 > gptq.0, "{bits} bits: {dense} {gptq:?} {rtn:?}");
+        let [rtn, gptq, awq] = ["rtn", "gptq", "awq"].map(|method| quantise(method, bits, "compressed-tensors"));
+        assert!(rtn.0 > gptq.0 && rtn.0 > awq.0, "{bits} bits: {dense} {gptq:?} {awq:?} {rtn:?}");
     }
     let (eight, four) = (quantise("rtn", "8", "compressed-tensors"), quantise("rtn", "4", "dense"));
     assert!((eight.0 - dense).abs() < 2e-3, "{eight:?} {dense}");

@@ -180,6 +180,11 @@ fn images_that_cannot_be_decoded_are_skipped_where_the_user_says_so() {
     let all = ["images.skip_invalid=true", "data.validation=['shapes']", "data.validation_fraction=auto"];
     train(&folder, "evaluated", &all).ok();
     assert_eq!(record(&folder, "evaluated", "evaluations.jsonl").last().unwrap()["tokens"], 57);
+    let eval = ["eval", "runs/evaluated", "--data", "shapes"];
+    let refused = folder.run(&eval);
+    assert!(refused.code != Some(0) && refused.stderr.contains("05.png"), "{refused:?}");
+    let found = folder.run(&[&eval[..], &["--skip-invalid"]].concat()).ok();
+    assert!(found.stdout.contains("57 images, without 3 that cannot be decoded"), "{}", found.stdout);
 }
 
 #[test]

@@ -13,6 +13,7 @@
 //! | [`solver`] | rounding one column after another, with the error moved to later columns |
 //! | [`prune`] | weights to zero: magnitude, Wanda, SparseGPT |
 //! | [`quantise`] | weights of few bits: round to nearest, GPTQ |
+//! | [`awq`] | scales that make columns matter less to rounding |
 //! | [`depth`] | blocks that change the residual stream least |
 //! | [`merge`] | one model of several of the same shape |
 //! | [`sizes`] | the sizes of what units give, for comparisons of models of different widths |
@@ -21,6 +22,7 @@
 //! Nothing here is trained, and nothing runs faster than before: `eval` and `generate` decode what
 //! is packed when they read it, and multiply by zeros.
 
+pub mod awq;
 pub mod depth;
 pub mod error;
 pub mod factor;

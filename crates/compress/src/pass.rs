@@ -7,6 +7,7 @@
 //! goes along the same way twice, with the weights as they came and as they are written, so it
 //! costs no second copy of the model.
 
+use crate::awq;
 use crate::error::refuse;
 use crate::inputs::{Inputs, Needs};
 use crate::prune::{Pattern, PruneMethod, divides, prune};
@@ -45,6 +46,8 @@ pub struct Pass<'a> {
     options: ExportOptions,
     calibration: Option<Sequences>,
     evaluation: Option<[Sequences; 2]>,
+    /// The grid for which matrices are scaled before they are rounded; None: they are not.
+    scaled_for: Option<GroupedGrid>,
     note: &'a mut dyn FnMut(&str),
     elements: u64,
     zeros: u64,
@@ -61,8 +64,8 @@ impl<'a> Pass<'a> {
         options: ExportOptions,
         note: &'a mut dyn FnMut(&str),
     ) -> Pass<'a> {
-        let (calibration, evaluation, elements, zeros) = (None, None, 0, 0);
-        Pass { source, device, options, calibration, evaluation, note, elements, zeros }
+        let (calibration, evaluation, scaled_for, elements, zeros) = (None, None, None, 0, 0);
+        Pass { source, device, options, calibration, evaluation, scaled_for, note, elements, zeros }
     }
 
     /// The same with sequences on which the inputs of layers are seen.
@@ -134,6 +137,7 @@ impl<'a> Pass<'a> {
             );
         }
         let grid = GroupedGrid { format, dtype: self.options.dtype };
+        self.scaled_for = (method == QuantiseMethod::Awq).then_some(grid);
         let mut change = |cpu: &Cpu, name: &str, _: &ParameterSpec, weights: &mut [f32], inputs: &Inputs| {
             quantise(cpu, name, weights, inputs, method, grid).map(Some)
         };
@@ -226,6 +230,9 @@ impl<'a> Pass<'a> {
         let mut inputs = self.look(model, unit, as_it_came.as_ref(), &matrices, needs)?;
         drop(as_it_came);
         let cpu = cpu_of(device)?;
+        if let Some(grid) = self.scaled_for {
+            awq::scale(cpu, model, unit, flat, &inputs, grid)?;
+        }
         let mut packed = BTreeMap::new();
         for index in &matrices {
             let spec = &specs[*index];

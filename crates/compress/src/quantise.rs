@@ -1,4 +1,5 @@
-//! Weights of few bits: rounded to nearest, or by GPTQ (Frantar et al. 2023).
+//! Weights of few bits: rounded to nearest, as they are or scaled before ([`crate::awq`]), or by
+//! GPTQ (Frantar et al. 2023).
 //!
 //! A weight becomes `code x scale`: see [`trainyard_tensor::grid`].
 
@@ -18,6 +19,8 @@ pub enum QuantiseMethod {
     Nearest,
     /// The nearest to weights that have moved to make up for the rounding of earlier columns.
     Gptq,
+    /// The nearest to weights whose columns were scaled before, by the size of their inputs.
+    Awq,
 }
 
 impl QuantiseMethod {
@@ -25,7 +28,7 @@ impl QuantiseMethod {
     pub fn needs(self) -> Needs {
         match self {
             QuantiseMethod::Nearest => Needs::Nothing,
-            QuantiseMethod::Gptq => Needs::Products,
+            QuantiseMethod::Gptq | QuantiseMethod::Awq => Needs::Products,
         }
     }
 }
@@ -65,7 +68,7 @@ pub fn quantise(
         .map(|row| Row { codes: vec![0; columns], scales: row.chunks(group).map(|group| grid.scale(group)).collect() })
         .collect();
     match method {
-        QuantiseMethod::Nearest => {
+        QuantiseMethod::Nearest | QuantiseMethod::Awq => {
             for (row, weights) in rows.iter_mut().zip(weights.chunks_exact_mut(columns)) {
                 for (column, weight) in weights.iter_mut().enumerate() {
                     let scale = row.scales[column / group];

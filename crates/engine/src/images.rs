@@ -40,10 +40,10 @@ impl HeldBack {
     ///
     /// # Errors
     /// As [`ImageIndex::open`].
-    pub fn open(path: &Path, labels: Option<Vec<String>>) -> Result<HeldBack> {
+    pub fn open(path: &Path, labels: Option<Vec<String>>, on_invalid: OnInvalid) -> Result<HeldBack> {
         let classes = labels.filter(|labels| !labels.is_empty());
         let images = ImageIndex::open(&[path.to_owned()], &IndexOptions { classes })?;
-        Ok(HeldBack { name: name(path), images, on_invalid: OnInvalid::Fail })
+        Ok(HeldBack { name: name(path), images, on_invalid })
     }
 }
 

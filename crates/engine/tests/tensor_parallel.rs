@@ -93,14 +93,14 @@ fn a_gemma_3_divided_over_ranks_trains_as_on_one() {
     );
 }
 
-/// Every family's norms of queries and keys, biases, windows and dropout, and packed documents.
+/// Norms of queries and keys, biases, windows and dropout.
 #[test]
 fn rows_exchanged_for_heads_give_what_one_rank_gives() {
     let by_heads = "parallel.context_parallel_exchange='all_to_all'";
     let two = format!("parallel.context_parallel_degree=2 {by_heads}");
     for model in [
         "precision.compute='f32' model.heads=8 model.kv_heads=4 model.head_dim=8",
-        "precision.compute='f32' model.family='gpt2' model.heads=8",
+        "precision.compute='f32' model.family='gpt2' model.heads=8 model.kv_heads=8",
         "precision.compute='f32' model.family='gemma3' model.heads=4 model.kv_heads=4 model.head_dim=8 model.layers=2 model.sliding_window=5",
         "precision.compute='f32' model.family='dots1' model.heads=4 model.kv_heads=4 model.head_dim=8 experts.count=6 experts.dense_layers=1",
     ] {
@@ -116,6 +116,9 @@ fn rows_exchanged_for_heads_give_what_one_rank_gives() {
         ];
         agree(model, &layouts.iter().map(String::as_str).collect::<Vec<_>>());
     }
+    // Masks of dropout depend on the micro-batches, not on the ranks.
+    let dropout = "precision.compute='f32' model.family='gpt2' model.heads=8 model.kv_heads=8 model.dropout=0.1";
+    agree(dropout, &[&two, &format!("{two} activation_checkpointing.mode='full'")]);
     let refused = "model.heads=6 model.kv_heads=3 model.head_dim=8 parallel.context_parallel_degree=2";
     let resolved = resolve(&[set(refused), set(by_heads)].concat()).unwrap();
     let spec = trainyard_engine::shape::model_spec(&resolved).unwrap();

@@ -7,6 +7,7 @@ use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use trainyard_data::OnInvalid;
 use trainyard_engine::ensemble::{Combination, EnsembleEvaluation, Score, evaluate_ensemble};
 use trainyard_engine::evaluate::{EvaluationProgress, EvaluationSettings, evaluate_until};
 use trainyard_engine::images::{HeldBack, evaluate_images_until};
@@ -50,6 +51,9 @@ pub struct Args {
     /// With --chat: the part of a conversation whose loss counts.
     #[arg(long, value_enum, value_name = "PART", default_value_t = LossPart::Answers, requires = "chat")]
     loss_on: LossPart,
+    /// Leave out images that cannot be decoded, and tell how many they are.
+    #[arg(long, conflicts_with_all = ["ensemble", "chat"])]
+    skip_invalid: bool,
     /// Print one JSON line.
     #[arg(long)]
     json: bool,
@@ -108,6 +112,9 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     if trained.spec.image.is_some() {
         return on_images(args, model, trained);
     }
+    if args.skip_invalid {
+        bail!("--skip-invalid is of images, and {} is a model of text", model.display());
+    }
     let scratch = Scratch::new()?;
     let tokenizer = args.bos.tokenizer(model, trained)?;
     let texts = open(&args.data, &args.form(), &tokenizer, scratch.path())?;
@@ -164,7 +171,9 @@ fn on_images(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
         bail!("--length, --tokens-max and --chat are of text, and {} is a model of images", model.display());
     }
     let labels = trained.spec.image.as_ref().map(|image| image.labels.clone());
-    let sets = args.data.iter().map(|path| HeldBack::open(path, labels.clone())).collect::<Result<Vec<_>, _>>()?;
+    let on_invalid = if args.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail };
+    let open = |path: &PathBuf| HeldBack::open(path, labels.clone(), on_invalid);
+    let sets = args.data.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     let began = std::time::Instant::now();
     let mut display = progress::for_stderr();
     let found = evaluate_images_until(&trained.rank, &sets, args.rows as usize, &mut |done| {
@@ -175,6 +184,11 @@ fn on_images(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     let found = found?.context("nobody stops it")?;
     if !found.loss_sum.is_finite() {
         bail!("the loss is not finite ({}): the weights hold NaN or infinities, or are close to it", found.loss());
+    }
+    let all: usize = sets.iter().map(|set| set.images.len()).sum();
+    let left_out = all as u64 - found.targets;
+    if found.targets == 0 {
+        bail!("none of the {all} images can be decoded");
     }
     let step = trained.run.as_ref().map(|run| run.step);
     let names: Vec<String> = args.data.iter().map(|path| path.display().to_string()).collect();
@@ -190,13 +204,18 @@ fn on_images(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
             "top1": metrics.top1,
             "top5": metrics.top5,
             "images": metrics.tokens,
+            "left_out": left_out,
             "seconds": metrics.seconds,
             "sets": metrics.texts,
         });
         return print(format_args!("{line}\n"));
     }
     let step = trained.run.as_ref().map_or(String::new(), |run| format!(" at {}", run.weights_in_words()));
-    print(format_args!("{}{step}, {} images\n", model.display(), count(metrics.tokens)))?;
+    let without = match left_out {
+        0 => String::new(),
+        left_out => format!(", without {} that cannot be decoded", count(left_out)),
+    };
+    print(format_args!("{}{step}, {} images{without}\n", model.display(), count(metrics.tokens)))?;
     let [top1, top5] = [metrics.top1, metrics.top5].map(|share| 100.0 * share.unwrap_or(f64::NAN));
     print(format_args!("loss   {:.4}\ntop 1  {top1:.2} %\ntop 5  {top5:.2} %\n", metrics.loss))?;
     for set in &metrics.texts {

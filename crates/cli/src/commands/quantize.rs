@@ -14,6 +14,8 @@ enum Method {
     Rtn,
     /// Round one column after another; later columns make up for the error.
     Gptq,
+    /// Scale columns by the size of their inputs, then round to nearest.
+    Awq,
 }
 
 /// The form of the files.
@@ -60,6 +62,7 @@ pub fn run(args: &Args) -> Result<()> {
     let (method, name) = match args.method {
         Method::Rtn => (QuantiseMethod::Nearest, "rtn"),
         Method::Gptq => (QuantiseMethod::Gptq, "gptq"),
+        Method::Awq => (QuantiseMethod::Awq, "awq"),
     };
     let mut tell = note;
     let pass = args.text.pass(&source, &device, options, &mut tell).with_context(failed)?;
