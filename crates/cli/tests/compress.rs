@@ -29,9 +29,9 @@ const TEXTS: [&str; 7] = ["--calibration", "text.txt", "--length", "32", "--eval
 
 /// The published order on a model that was trained here: SparseGPT keeps more than magnitude and
 /// Wanda (Frantar & Alistarh 2023, table 1), GPTQ more than rounding to nearest (Frantar et al.
-/// 2023, table 3), and so does AWQ (Lin et al. 2023, table 4). Wanda keeps more than magnitude in 2:4 (Sun et al. 2023, table 3); without a
-/// pattern the two are close to each other in a model as small as this. What is reported is what
-/// `eval` says of the folder.
+/// 2023, table 3), and so does AWQ (Lin et al. 2023, table 4). Wanda keeps more than magnitude in
+/// 2:4 (Sun et al. 2023, table 3); without a pattern the two are close to each other in a model as
+/// small as this. What is reported is what `eval` says of the folder.
 #[test]
 fn methods_are_ordered_as_published_and_folders_hold_what_is_reported() {
     let folder = trained();

@@ -355,12 +355,12 @@ pub struct Reduction {
 /// Sums `flat` over the data ranks: reduce-scatter inside the shard group, then all-reduce of the
 /// rank's `own` part across the replicas. Returns that part of `flat`; the rest is arbitrary. The
 /// sum is rounded to `dtype` on its way, and again when it is complete, so that every division of
-/// the data ranks into shards and replicas gives the same bits. Where messages are encoded, they are
-/// not rounded besides. Low-rank factors are summed over all ranks at once.
+/// the data ranks into shards and replicas gives the same bits. Where messages are encoded, they
+/// are not rounded besides. Low-rank factors are summed over all ranks at once.
 ///
 /// `experts` are the elements of the experts that this replica has, where replicas divide them. The
-/// rows of all replicas that share the experts came to it, so these gradients are summed only across
-/// replicas that have the same ones.
+/// rows of all replicas that share the experts came to it, so these gradients are summed only
+/// across replicas that have the same ones.
 pub(crate) fn reduce(
     unit: usize,
     flat: &mut Tensor,

@@ -408,8 +408,8 @@ impl Rank {
         let links = lock(&self.compute_links);
         let chunks = match self.parameters.holding().placement.masters {
             Extent::Full => chunks,
-            // Ranks with other parts of products, or other experts, may count elements here that this
-            // one does not.
+            // Ranks with other parts of products, or other experts, may count elements here that
+            // this one does not.
             Extent::Shard if links.tensor.size().max(links.experts.size()) > 1 => {
                 by_rank(gather_by_unit(&chunks, &links.shard)?)
             }
