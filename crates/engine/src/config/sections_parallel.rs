@@ -127,8 +127,8 @@ section! {
         /// The exchange of context-parallel ranks for attention. Unset: `all_gather`.
         #[elsewhere("cp_comm_type", "context_parallel_rotate_method", "ulysses_degree", "ulysses_sequence_parallel_size")]
         context_parallel_exchange: Option<ContextExchange> = None;
-        /// With context parallelism by `all_gather`, give each rank an early and a late part of each
-        /// sequence, so that all have equal work under the causal mask. Unset: true.
+        /// With context parallelism by `all_gather`, give each rank an early and a late part of
+        /// each sequence, so that all have equal work under the causal mask. Unset: true.
         #[elsewhere("context_parallel_load_balancer")]
         context_parallel_load_balance: Option<bool> = None;
         /// Number of replicas that share the experts of every layer, each with equally many. Runs
