@@ -47,8 +47,7 @@ pub fn scale(
 ) -> Result<()> {
     let Some(spec) = model.spec().filter(|spec| (1..=spec.layers).contains(&unit)) else { return Ok(()) };
     let parameters = model.units()[unit].parameters();
-    let layout = model.layout(unit, 1);
-    let ranges: Vec<Range<usize>> = (0..parameters.len()).map(|index| layout.range(index)).collect();
+    let ranges = ranges(model, unit);
     for (matrix, maker) in layers(spec, unit - 1, parameters) {
         let Some(inputs) = inputs.get(&matrix) else { continue };
         let name = format!("{}.{}", model.units()[unit].name(), parameters[matrix].name);
@@ -57,6 +56,12 @@ pub fn scale(
         divide(flat, &ranges, &maker, &scales);
     }
     Ok(())
+}
+
+/// The parameters of a unit in its flat buffer.
+fn ranges(model: &Model, unit: usize) -> Vec<Range<usize>> {
+    let layout = model.layout(unit, 1);
+    (0..model.units()[unit].parameters().len()).map(|index| layout.range(index)).collect()
 }
 
 /// The layers of a block whose inputs have a maker that can be scaled, those that change the rows
@@ -167,21 +172,23 @@ fn divide(flat: &mut [f32], ranges: &[Range<usize>], maker: &Maker, scales: &[f3
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inputs::Needs;
     use crate::source::store;
     use trainyard_autograd::{Policy, Tape};
     use trainyard_model::families::{self, Sizes};
-    use trainyard_model::weights::PackedFormat;
     use trainyard_model::{BatchSlices, Forward, Output};
     use trainyard_tensor::cpu::Isa;
     use trainyard_tensor::cpu::philox::RandomKey;
-    use trainyard_tensor::{DType, Device, Purpose};
+    use trainyard_tensor::{Device, Purpose};
 
     const ROWS: usize = 12;
 
     /// Numbers between -1 and 1.
     fn numbers(count: usize, seed: usize) -> Vec<f32> {
-        (0..count).map(|i| ((i * 7919 + i * i * 31 + seed * 2713) % 2003) as f32 / 1001.5 - 1.0).collect()
+        let mixed = |i: usize| {
+            let x = (i as u64 + 1 + ((seed as u64) << 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            ((x ^ (x >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as f32 / 8_388_608.0 - 1.0
+        };
+        (0..count).map(mixed).collect()
     }
 
     fn output(device: &Device, model: &Model, flat: &[f32]) -> Vec<f32> {
@@ -199,7 +206,6 @@ mod tests {
     #[test]
     fn a_block_computes_what_it_did_before_rounding() {
         let device = Device::cpu(Isa::detect(), 1, None);
-        let cpu = device.as_cpu().unwrap();
         let sizes = Sizes { vocab_size: 50, dim: 32, layers: 2, heads: 4, max_positions: 16 };
         let usual = |family: families::Family, kv_heads: usize| ModelSpec { kv_heads, ..family.usual(&sizes) };
         for (spec, scaled) in [
@@ -216,21 +222,15 @@ mod tests {
             assert_eq!(layers.len(), scaled, "{}: {layers:?}", spec.family);
             let mut flat = numbers(model.layout(1, 1).elements(), 2);
             let before = output(&device, &model, &flat);
-            let inputs = layers.iter().map(|(matrix, _)| {
+            let ranges = ranges(&model, 1);
+            for (matrix, maker) in &layers {
                 let columns = parameters[*matrix].row_elements();
-                let mut inputs = Inputs::new(columns, Needs::Products);
-                let mut x = numbers(64 * columns, 3 + matrix);
-                // Columns of very different sizes.
-                x.iter_mut().enumerate().for_each(|(at, x)| *x *= 1.0 + (at % columns % 13) as f32);
-                inputs.add(cpu, &device.tensor([64, columns], &x, Purpose::Activations).unwrap()).unwrap();
-                (*matrix, inputs)
-            });
-            let grid = GroupedGrid { format: PackedFormat { bits: 3, group: Some(16) }, dtype: DType::F32 };
-            let unscaled = flat.clone();
-            scale(cpu, &model, 1, &mut flat, &inputs.collect(), grid).unwrap();
-            for (matrix, _) in &layers {
-                let range = model.layout(1, 1).range(*matrix);
-                assert!(flat[range.clone()] != unscaled[range], "{}: {matrix} is as it was", spec.family);
+                let scales: Vec<f32> = (0..columns).map(|column| 0.4 + (column % 13) as f32 / 4.0).collect();
+                let unscaled = flat.clone();
+                multiply(&mut flat[ranges[*matrix].clone()], &scales);
+                divide(&mut flat, &ranges, maker, &scales);
+                let moved = flat.iter().zip(&unscaled).filter(|(a, b)| a != b).count();
+                assert!(moved > ranges[*matrix].len() / 2, "{}: {matrix} and {maker:?}", spec.family);
             }
             let after = output(&device, &model, &flat);
             let size = before.iter().fold(0.0f32, |most, x| most.max(x.abs()));
