@@ -179,7 +179,9 @@ fn measure(
         for set in sets {
             command.args(["--set", set]);
         }
-        command.args(["--set", &format!("parallel.data_parallel_replicate_degree={}", 2 * ranks)]);
+        let is_sharded = sets.iter().any(|set| set.starts_with("parallel.data_parallel_shard_degree="));
+        let replicas = if is_sharded { 1 } else { 2 * ranks };
+        command.args(["--set", &format!("parallel.data_parallel_replicate_degree={replicas}")]);
         command.args(["--set", &format!("training.global_batch_size={}", 2 * ranks)]);
         Ok(command.current_dir(folder).spawn()?)
     };

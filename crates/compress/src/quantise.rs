@@ -48,6 +48,17 @@ struct Row {
     scales: Vec<f32>,
 }
 
+/// Rounds rows of a matrix.
+fn round_to_nearest(rows: &mut [Row], weights: &mut [f32], columns: usize, group: usize, grid: Grid) {
+    for (row, weights) in rows.iter_mut().zip(weights.chunks_exact_mut(columns)) {
+        for (column, weight) in weights.iter_mut().enumerate() {
+            let scale = row.scales[column / group];
+            row.codes[column] = grid.code(*weight, scale);
+            *weight = grid.value(row.codes[column], scale);
+        }
+    }
+}
+
 /// Rounds the weights of one matrix [n, k], which is called `layer`, to `grid`. They become the
 /// values of the codes that are returned.
 ///
@@ -69,13 +80,12 @@ pub fn quantise(
         .collect();
     match method {
         QuantiseMethod::Nearest | QuantiseMethod::Awq => {
-            for (row, weights) in rows.iter_mut().zip(weights.chunks_exact_mut(columns)) {
-                for (column, weight) in weights.iter_mut().enumerate() {
-                    let scale = row.scales[column / group];
-                    row.codes[column] = grid.code(*weight, scale);
-                    *weight = grid.value(row.codes[column], scale);
+            let each = rows.len().div_ceil(cpu.threads.count().max(1)).max(1);
+            std::thread::scope(|scope| {
+                for (rows, weights) in rows.chunks_mut(each).zip(weights.chunks_mut(each * columns)) {
+                    scope.spawn(move || round_to_nearest(rows, weights, columns, group, grid));
                 }
-            }
+            });
         }
         QuantiseMethod::Gptq => {
             let factor = inverse_factor(layer, inputs.products(), columns, cpu.threads.count())?;
