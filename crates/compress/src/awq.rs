@@ -51,7 +51,7 @@ pub fn scale(
     for (matrix, maker) in layers(spec, unit - 1, parameters) {
         let Some(inputs) = inputs.get(&matrix) else { continue };
         let name = format!("{}.{}", model.units()[unit].name(), parameters[matrix].name);
-        let scales = best(cpu, &name, &flat[ranges[matrix].clone()], inputs, grid)?;
+        let scales = best_scales(cpu, &name, &flat[ranges[matrix].clone()], inputs, grid)?;
         multiply(&mut flat[ranges[matrix].clone()], &scales);
         divide(flat, &ranges, &maker, &scales);
     }
@@ -94,7 +94,7 @@ fn layers(spec: &ModelSpec, layer: usize, parameters: &[ParameterSpec]) -> Vec<(
 ///
 /// # Errors
 /// Errors of rounding.
-pub fn best(cpu: &Cpu, name: &str, weights: &[f32], inputs: &Inputs, grid: GroupedGrid) -> Result<Vec<f32>> {
+pub fn best_scales(cpu: &Cpu, name: &str, weights: &[f32], inputs: &Inputs, grid: GroupedGrid) -> Result<Vec<f32>> {
     let columns = inputs.columns();
     let rows = inputs.rows().max(1) as f64;
     let sizes: Vec<f64> = inputs.norms().into_iter().map(|norm| (norm / rows.sqrt()).max(1e-4)).collect();

@@ -2,7 +2,7 @@
 //! (`scripts/golden/make_compression.py`).
 
 use serde_json::Value;
-use trainyard_compress::awq::best;
+use trainyard_compress::awq::best_scales;
 use trainyard_compress::factor::inverse_factor;
 use trainyard_compress::inputs::{Inputs, Needs};
 use trainyard_compress::merge::{MergeMethod, MergeSettings, merge_tensor};
@@ -168,7 +168,7 @@ fn scales_of_columns_are_those_with_the_least_error() {
     for case in golden()["awq"].as_array().unwrap() {
         let (bits, group) = (case["bits"].as_u64().unwrap() as u8, case["group"].as_u64().unwrap() as usize);
         let format = PackedFormat { bits, group: Some(group).filter(|group| *group < COLUMNS) };
-        let found = best(cpu, "layer", &weights(), &inputs, GroupedGrid { format, dtype: DType::F32 }).unwrap();
+        let found = best_scales(cpu, "layer", &weights(), &inputs, GroupedGrid { format, dtype: DType::F32 }).unwrap();
         assert!(case["exponent"].as_f64().unwrap() > 0.0, "{case}");
         let row = serde_json::json!([case["scales"]]);
         let error = error(&found, &row);

@@ -309,7 +309,7 @@ fn share_blocks(codec: BlockCodec, elements: usize, ranks: usize) -> usize {
 }
 
 /// The first `bytes` of a buffer of 16-bit words.
-pub(crate) fn words(buffer: &Option<Tensor>, bytes: usize) -> Result<Tensor> {
+fn words(buffer: &Option<Tensor>, bytes: usize) -> Result<Tensor> {
     Ok(buffer.as_ref().expect("allocated for the largest unit").view(0, [bytes / 2])?)
 }
 

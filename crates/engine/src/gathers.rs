@@ -5,7 +5,7 @@
 //! whole blocks, so the bits do not depend on their number.
 
 use crate::Result;
-use crate::encoded::{decode_sum, encode_on_all_threads, words};
+use crate::encoded::{decode_sum, encode_on_all_threads};
 use crate::exchange::Link;
 use std::sync::Mutex;
 use trainyard_base::lock;
@@ -23,8 +23,8 @@ struct Buffers {
     /// One shard in f32.
     values: Tensor,
     /// The message of this rank, and those of all, as 16-bit words.
-    sent: Option<Tensor>,
-    received: Option<Tensor>,
+    sent: Tensor,
+    received: Tensor,
 }
 
 impl EncodedGathers {
@@ -34,8 +34,8 @@ impl EncodedGathers {
         let message = |words: usize| device.empty([words], DType::BF16, Purpose::Comm);
         let buffers = Buffers {
             values: device.empty([elements], DType::F32, Purpose::Comm)?,
-            sent: Some(message(bytes / 2)?),
-            received: Some(message(shards * bytes / 2)?),
+            sent: message(bytes / 2)?,
+            received: message(shards * bytes / 2)?,
         };
         Ok(EncodedGathers { codec, buffers: Mutex::new(buffers) })
     }
@@ -48,7 +48,8 @@ impl EncodedGathers {
         let bytes = encoded_bytes(codec, elements);
         let buffers = lock(&self.buffers);
         let mut values = buffers.values.view(0, [elements])?;
-        let (mut sent, mut received) = (words(&buffers.sent, bytes)?, words(&buffers.received, ranks * bytes)?);
+        let mut sent = buffers.sent.view(0, [bytes / 2])?;
+        let mut received = buffers.received.view(0, [ranks * bytes / 2])?;
         ops::cast_into(part, &mut values)?;
         let encode = |values: &[f32]| {
             sent.overwrite_bytes(|message| {

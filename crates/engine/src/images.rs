@@ -58,7 +58,7 @@ impl ImageCorpora {
         let classes = labels.filter(|labels| !labels.is_empty());
         let mut all = ImageIndex::open(&paths(&data.train), &IndexOptions { classes })?;
         let decoded = decoded(&resolved.config.images)?;
-        let on_invalid = on_invalid(&resolved.config.images);
+        let on_invalid = OnInvalid::skipping(resolved.config.images.skip_invalid);
         if let Some(decoded) = &decoded {
             all = all.keeping(Arc::clone(decoded));
         }
@@ -112,7 +112,7 @@ impl ImageCorpora {
     pub fn into_sets(self, resolved: &Resolved) -> Result<(Arc<ImageSet>, Vec<HeldBack>)> {
         let images = resolved.images.as_ref().ok_or_else(|| does_not_fit("the run has no images"))?;
         let seed = resolved.config.training.seed;
-        let on_invalid = on_invalid(&resolved.config.images);
+        let on_invalid = OnInvalid::skipping(resolved.config.images.skip_invalid);
         let spec = data_spec(&images.form, images.augmentation.clone(), seed, on_invalid);
         Ok((Arc::new(ImageSet::new(self.train, spec)?), self.validation))
     }
@@ -123,10 +123,6 @@ fn decoded(images: &ImagesSection) -> Result<Option<Arc<Decoded>>> {
     let bytes_max = images.cache_size.map_or(CACHE_BYTES, |size| size.0);
     let cache = images.cache.clone().map(|folder| CacheOptions { folder, bytes_max });
     Ok(cache.map(|cache| Decoded::open(&cache)).transpose()?.map(Arc::new))
-}
-
-fn on_invalid(images: &ImagesSection) -> OnInvalid {
-    if images.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail }
 }
 
 fn paths(sources: &Sources) -> Vec<PathBuf> {

@@ -1,10 +1,11 @@
 //! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
-    Activation as ConfigActivation, AdapterMethod, CheckpointMode, CompressionCodec, Compute, Config, ContextExchange,
-    CudaGraphs, DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe, ModelShape as ConfigShape, ModelSource,
-    OffloadTier, OptimizerName, Parallel, PipelineSchedule as ConfigPipeline, ReduceDtype,
-    ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling, Section,
+    Activation as ConfigActivation, AdapterMethod, CheckpointMode, CompressionCodec, Compute, Config,
+    ContextExchange as ConfigExchange, CudaGraphs, DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe,
+    ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel, PipelineSchedule as ConfigPipeline,
+    ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
+    Section,
 };
 use crate::constraints::Pruning;
 use crate::fp8::{Fp8Settings, check_sizes, layers};
@@ -19,7 +20,7 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::families::Sizes;
 use trainyard_model::{
-    self as model, Activation, AdapterSpec, BatchShape, Chunks, ContextSplit, ExpertSplit, ExpertsSpec, Model,
+    Activation, AdapterSpec, BatchShape, Chunks, ContextExchange, ContextSplit, ExpertSplit, ExpertsSpec, Model,
     ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
@@ -384,9 +385,9 @@ pub fn tensor_split(resolved: &Resolved, rank: u32) -> TensorSplit {
 pub fn context_split(resolved: &Resolved, rank: u32) -> ContextSplit {
     let parallel = &resolved.parallel;
     let exchange = match parallel.exchange {
-        ContextExchange::AllToAll => model::ContextExchange::Heads,
-        ContextExchange::AllGather if parallel.balanced => model::ContextExchange::Keys(Chunks::Zigzag),
-        ContextExchange::AllGather => model::ContextExchange::Keys(Chunks::Contiguous),
+        ConfigExchange::AllToAll => ContextExchange::Heads,
+        ConfigExchange::AllGather if parallel.balanced => ContextExchange::Keys(Chunks::Zigzag),
+        ConfigExchange::AllGather => ContextExchange::Keys(Chunks::Contiguous),
     };
     let rank = mesh(resolved).coordinates(rank).cp as usize;
     ContextSplit { rank, ranks: parallel.context, length: resolved.sequence_length, exchange }
@@ -435,17 +436,15 @@ pub fn tuning(config: &Config) -> Tuning {
     Tuning { adapter, freeze: section.freeze.0.clone(), train: section.train.0.clone(), layer_rate_decay }
 }
 
-/// One rank's part of a model. An error names the key that asks for parts.
+/// One rank's part of a model. An error names the keys that ask for parts.
 fn split(spec: ModelSpec, split: TensorSplit, context: ContextSplit, experts: ExpertSplit) -> Result<Model> {
     Model::split_over(spec, split, context, experts).map_err(|error| match error {
-        ModelError::Split(problem) if experts.ranks > 1 => {
-            does_not_fit(format!("parallel.expert_parallel_degree = {}: {problem}", experts.ranks))
-        }
-        ModelError::Split(problem) if split.ranks == 1 && context.ranks > 1 => {
-            does_not_fit(format!("parallel.context_parallel_degree = {}: {problem}", context.ranks))
-        }
         ModelError::Split(problem) => {
-            does_not_fit(format!("parallel.tensor_parallel_degree = {}: {problem}", split.ranks))
+            let degrees = [("expert", experts.ranks), ("context", context.ranks), ("tensor", split.ranks)];
+            let divides = degrees.into_iter().filter(|(_, ranks)| *ranks > 1);
+            let keys: Vec<_> =
+                divides.map(|(kind, ranks)| format!("parallel.{kind}_parallel_degree = {ranks}")).collect();
+            does_not_fit(format!("{}: {problem}", keys.join(", ")))
         }
         other => other.into(),
     })

@@ -184,6 +184,37 @@ impl Segments {
         self
     }
 
+    /// Segments whose values are named: each has a name, and the names of the values that it takes
+    /// and gives, apart by spaces. Gradients flow through all of them. `x` is the unit's input.
+    ///
+    /// # Panics
+    /// A name that no value has.
+    pub fn named(values: Vec<Value>, segments: &[(&'static str, &str, &str)], exchanges: &[(&str, &str)]) -> Segments {
+        let place = |name: &str| values.iter().position(|value| value.name == name);
+        let known = |name: &str| place(name).expect("segments name values of their unit");
+        let all = |names: &str| names.split_whitespace().map(known).collect::<Vec<_>>();
+        let segment = |(name, takes, gives): &(&'static str, &str, &str)| Segment {
+            name,
+            takes: all(takes),
+            gives: all(gives),
+            differentiable: true,
+        };
+        let exchange = |(from, to): &(&str, &str)| Exchange { from: known(from), to: known(to) };
+        Segments {
+            input: place("x"),
+            segments: segments.iter().map(segment).collect(),
+            exchanges: exchanges.iter().map(exchange).collect(),
+            values,
+        }
+    }
+
+    /// The same with another layout of values over the context-parallel group.
+    pub fn over_context(mut self, names: &[&str], layout: Layout) -> Segments {
+        let named = self.values.iter_mut().filter(|value| names.contains(&value.name));
+        named.for_each(|value| value.context = layout);
+        self
+    }
+
     /// The one segment of a unit that computes on the rank's rows alone. `input` is false for the
     /// first unit.
     pub fn whole(input: bool) -> Segments {

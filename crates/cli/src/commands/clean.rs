@@ -64,7 +64,7 @@ impl TextOptions {
             whole_records,
             field: self.text_field.clone(),
             document_separator: separator.map(str::to_owned),
-            on_invalid: if self.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail },
+            on_invalid: OnInvalid::skipping(self.skip_invalid),
             store: self.objects.options(),
             ..CorpusOptions::default()
         };

@@ -171,7 +171,7 @@ fn on_images(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
         bail!("--length, --tokens-max and --chat are of text, and {} is a model of images", model.display());
     }
     let labels = trained.spec.image.as_ref().map(|image| image.labels.clone());
-    let on_invalid = if args.skip_invalid { OnInvalid::Skip } else { OnInvalid::Fail };
+    let on_invalid = OnInvalid::skipping(args.skip_invalid);
     let open = |path: &PathBuf| HeldBack::open(path, labels.clone(), on_invalid);
     let sets = args.data.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     let began = std::time::Instant::now();

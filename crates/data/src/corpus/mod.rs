@@ -74,6 +74,13 @@ pub enum OnInvalid {
     Skip,
 }
 
+impl OnInvalid {
+    /// Skips it if the user says so.
+    pub fn skipping(skips: bool) -> OnInvalid {
+        if skips { OnInvalid::Skip } else { OnInvalid::Fail }
+    }
+}
+
 /// A list of files, read on demand.
 #[derive(Debug, Clone)]
 pub struct Corpus {

@@ -35,8 +35,8 @@ choices! {
         /// number of heads.
         AllGather = "all_gather",
         /// Ranks exchange rows for heads before attention and back after it (Jacobs et al. 2023,
-        /// DeepSpeed Ulysses). What a rank keeps is divided by the degree, which must divide the
-        /// numbers of query and of key/value heads.
+        /// DeepSpeed Ulysses). The degree must divide the numbers of query and of key/value
+        /// heads.
         AllToAll = "all_to_all",
     }
 }

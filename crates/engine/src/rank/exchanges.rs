@@ -121,12 +121,12 @@ impl Exchanges {
         let (at, collective) = crossing_of(action).ok_or_else(|| cannot(action))?;
         let State { from, to, wide } = lock(&self.0)[&at].clone();
         let (Some(from), Some(mut to)) = (from, to) else { return Err(cannot(action)) };
-        match wide {
-            _ if collective == Collective::AllGather => link.all_gather(&from, &mut to),
-            _ if collective == Collective::AllToAll => link.all_to_all(&from, &mut to),
-            None if collective == Collective::AllReduce => link.sum(&mut to),
-            None => link.sum_to_parts(&from, &mut to),
-            Some(mut wide) => {
+        match (collective, wide) {
+            (Collective::AllGather, _) => link.all_gather(&from, &mut to),
+            (Collective::AllToAll, _) => link.all_to_all(&from, &mut to),
+            (Collective::AllReduce, None) => link.sum(&mut to),
+            (_, None) => link.sum_to_parts(&from, &mut to),
+            (_, Some(mut wide)) => {
                 ops::cast_into(&from, &mut wide)?;
                 link.sum(&mut wide)?;
                 let part = match collective {

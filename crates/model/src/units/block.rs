@@ -8,9 +8,7 @@ use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
 use crate::spec::{self, ModelSpec};
 use crate::split::{ContextExchange, ContextSplit, Division, ExpertSplit, TensorSplit};
-use crate::unit::{
-    Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, require_input, without_segments,
-};
+use crate::unit::{Forward, Segments, Unit, Value, in_segments, no_segment, require_input, without_segments};
 use crate::{ModelError, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -190,12 +188,12 @@ impl Block {
             None => (TensorSplit::WHOLE, true),
             Some(split) => (split.place, false),
         };
-        let residual = place.residual();
+        let residual = (!is_whole).then(|| place.residual());
         let (segments, parts) = match (context.exchange, is_whole) {
-            (ContextExchange::Keys(_), true) => (segments_on_rows(), PARTS_OF_CONTEXT),
-            (ContextExchange::Keys(_), false) => (segments_of_both(residual), PARTS_OF_BOTH),
-            (ContextExchange::Heads, true) => (segments_by_heads(), PARTS_BY_HEADS),
-            (ContextExchange::Heads, false) => (segments_of_both_by_heads(residual), PARTS_OF_BOTH_BY_HEADS),
+            (ContextExchange::Keys(_), true) => (segments_on_rows(residual), PARTS_OF_CONTEXT),
+            (ContextExchange::Keys(_), false) => (segments_on_rows(residual), PARTS_OF_BOTH),
+            (ContextExchange::Heads, true) => (segments_by_heads(residual), PARTS_BY_HEADS),
+            (ContextExchange::Heads, false) => (segments_by_heads(residual), PARTS_OF_BOTH_BY_HEADS),
         };
         if context.exchange == ContextExchange::Heads {
             let HeadLayout { heads, kv_heads, .. } = self.heads;
@@ -213,12 +211,17 @@ impl Block {
         Ok(self)
     }
 
+    /// The ranks that exchange rows for heads.
+    fn ranks_of_heads(&self) -> usize {
+        self.heads.heads / self.attention.heads
+    }
+
     /// Queries, keys and values of the normed input, the heads of each rank of the context-parallel
     /// group after those of the one before: [r m, (h + 2 h_kv) / r c].
     fn project_by_heads(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, h: Var) -> Result<Var> {
         let qkv = self.queries_and_keys(tape, cx, h)?;
         let HeadLayout { heads, kv_heads, head_dim } = self.heads;
-        let (ranks, rows) = (heads / self.attention.heads, qkv.tensor().rows());
+        let (ranks, rows) = (self.ranks_of_heads(), qkv.tensor().rows());
         let parts = tape.split(&qkv, &[heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1)?;
         drop(qkv);
         let by_rank = |tape: &mut Tape<'_>, part: Var| {
@@ -239,7 +242,7 @@ impl Block {
         let Some(part) = &cx.batch.part else { return Err(without_part()) };
         // A rank has two chunks of each sequence, its first of every sequence before its second.
         let sequences = part.rows.len() / 2;
-        let chunks = 2 * self.heads.heads / self.attention.heads;
+        let chunks = 2 * self.ranks_of_heads();
         let qkv = exchanged_blocks(tape, qkv, [chunks, sequences])?;
         let out = tape.attention(&qkv, self.attention, &cx.batch.segments)?;
         drop(qkv);
@@ -248,7 +251,7 @@ impl Block {
 
     /// The columns of all heads side by side: [m, h c] of [r m, h / r c].
     fn join_heads(&self, tape: &mut Tape<'_>, heads: &Var) -> Result<Var> {
-        let ranks = self.heads.heads / self.attention.heads;
+        let ranks = self.ranks_of_heads();
         let (rows, columns) = (heads.tensor().rows() / ranks, heads.tensor().last_dim());
         let heads = tape.reshape(heads, &[ranks, rows, columns])?;
         let heads = tape.permute(&heads, &[1, 0, 2])?;
@@ -404,144 +407,71 @@ impl QkNorm {
     }
 }
 
-/// The segments of a split block on a residual stream of this layout.
+/// A part of a block's segments, as [`Segments::named`] takes it: values, segments, exchanges.
+type Middle<'a> = (&'a [&'static str], &'a [(&'static str, &'a str, &'a str)], &'a [(&'a str, &'a str)]);
+
+/// The segments of a block of which a rank has parts of products, on a residual stream of this
+/// layout. `attention` leads from the normed input `h'` to the rank's summand `a` of the result.
+fn segments_of_parts(residual: Layout, attention: Middle<'_>) -> Segments {
+    let of = |layout: Layout, names: &[&'static str]| names.iter().map(|name| Value::new(name, layout)).collect();
+    let (inner, segments, exchanges) = attention;
+    let values: [Vec<Value>; 8] = [
+        of(residual, &["x", "h"]),
+        of(Layout::Replicated, &["h'"]),
+        of(Layout::Split, inner),
+        of(Layout::Partial, &["a"]),
+        of(residual, &["a'", "x2", "h2"]),
+        of(Layout::Replicated, &["h2'"]),
+        of(Layout::Partial, &["b"]),
+        of(residual, &["b'", "y"]),
+    ];
+    let end = [("rejoin", "x a'", "x2 h2"), ("mlp", "h2'", "b"), ("output", "x2 b'", "y")];
+    Segments::named(
+        values.concat(),
+        &[&[("norm", "x", "x h")], segments, &end].concat(),
+        &[&[("h", "h'")], exchanges, &[("a", "a'"), ("h2", "h2'"), ("b", "b'")]].concat(),
+    )
+}
+
+/// The segments of a block of which a rank has parts of products.
 fn segments(residual: Layout) -> Segments {
-    let value = Value::new;
-    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
-    Segments {
-        values: vec![
-            value("x", residual),
-            value("h", residual),
-            value("h'", Layout::Replicated),
-            value("a", Layout::Partial),
-            value("a'", residual),
-            value("x2", residual),
-            value("h2", residual),
-            value("h2'", Layout::Replicated),
-            value("b", Layout::Partial),
-            value("b'", residual),
-            value("y", residual),
-        ],
-        input: Some(0),
-        segments: vec![
-            segment("norm", vec![0], vec![0, 1]),
-            segment("attention", vec![2], vec![3]),
-            segment("rejoin", vec![0, 4], vec![5, 6]),
-            segment("mlp", vec![7], vec![8]),
-            segment("output", vec![5, 9], vec![10]),
-        ],
-        exchanges: [(1, 2), (3, 4), (6, 7), (8, 9)].map(|(from, to)| Exchange { from, to }).into(),
-    }
+    segments_of_parts(residual, (&[], &[("attention", "h'", "a")], &[]))
 }
 
-/// The segments of a block on the rows of a rank that has whole products.
-fn segments_on_rows() -> Segments {
-    let value = |name| Value::new(name, Layout::Invariant);
-    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
-    let segments = Segments {
-        values: ["x", "q", "kv", "kv'", "y"].map(value).into(),
-        input: Some(0),
-        segments: vec![segment("project", vec![0], vec![0, 1, 2]), segment("attend", vec![0, 1, 3], vec![4])],
-        exchanges: vec![Exchange { from: 2, to: 3 }],
+/// The segments of a block on the rows of a rank that gathers keys and values; `residual` is that
+/// over the tensor-parallel group, None if products are whole.
+fn segments_on_rows(residual: Option<Layout>) -> Segments {
+    let gather = [("kv", "kv'")];
+    let segments = match residual {
+        None => Segments::named(
+            ["x", "q", "kv", "kv'", "y"].map(|name| Value::new(name, Layout::Invariant)).into(),
+            &[("project", "x", "x q kv"), ("attend", "x q kv'", "y")],
+            &gather,
+        ),
+        Some(residual) => {
+            let attention = [("project", "h'", "q kv"), ("attend", "q kv'", "a")];
+            segments_of_parts(residual, (&["q", "kv", "kv'"], &attention, &gather))
+        }
     };
-    gathering(segments.on_rows(), 3)
+    segments.on_rows().over_context(&["kv'"], Layout::Replicated)
 }
 
-/// The same where ranks exchange rows for heads.
-fn segments_by_heads() -> Segments {
-    let value = |name| Value::new(name, Layout::Invariant);
-    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
-    let segments = Segments {
-        values: ["x", "qkv", "qkv'", "heads", "heads'", "y"].map(value).into(),
-        input: Some(0),
-        segments: vec![
-            segment("project", vec![0], vec![0, 1]),
-            segment("attend", vec![2], vec![3]),
-            segment("end", vec![0, 4], vec![5]),
-        ],
-        exchanges: [(1, 2), (3, 4)].map(|(from, to)| Exchange { from, to }).into(),
+/// The same for a rank that exchanges rows for heads.
+fn segments_by_heads(residual: Option<Layout>) -> Segments {
+    let exchanges = [("qkv", "qkv'"), ("heads", "heads'")];
+    let attend = ("attend", "qkv'", "heads");
+    let segments = match residual {
+        None => Segments::named(
+            ["x", "qkv", "qkv'", "heads", "heads'", "y"].map(|name| Value::new(name, Layout::Invariant)).into(),
+            &[("project", "x", "x qkv"), attend, ("end", "x heads'", "y")],
+            &exchanges,
+        ),
+        Some(residual) => {
+            let attention = [("project", "h'", "qkv"), attend, ("join", "heads'", "a")];
+            segments_of_parts(residual, (&["qkv", "qkv'", "heads", "heads'"], &attention, &exchanges))
+        }
     };
-    by_heads(segments.on_rows(), [2, 3])
-}
-
-/// The segments of a block of which a rank has rows and parts of products, on a residual stream of
-/// this layout over the tensor-parallel group.
-fn segments_of_both(residual: Layout) -> Segments {
-    let value = Value::new;
-    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
-    let segments = Segments {
-        values: vec![
-            value("x", residual),
-            value("h", residual),
-            value("h'", Layout::Replicated),
-            value("q", Layout::Split),
-            value("kv", Layout::Split),
-            value("kv'", Layout::Split),
-            value("a", Layout::Partial),
-            value("a'", residual),
-            value("x2", residual),
-            value("h2", residual),
-            value("h2'", Layout::Replicated),
-            value("b", Layout::Partial),
-            value("b'", residual),
-            value("y", residual),
-        ],
-        input: Some(0),
-        segments: vec![
-            segment("norm", vec![0], vec![0, 1]),
-            segment("project", vec![2], vec![3, 4]),
-            segment("attend", vec![3, 5], vec![6]),
-            segment("rejoin", vec![0, 7], vec![8, 9]),
-            segment("mlp", vec![10], vec![11]),
-            segment("output", vec![8, 12], vec![13]),
-        ],
-        exchanges: [(1, 2), (4, 5), (6, 7), (9, 10), (11, 12)].map(|(from, to)| Exchange { from, to }).into(),
-    };
-    gathering(segments.on_rows(), 5)
-}
-
-/// The same where ranks of the context-parallel group exchange rows for heads.
-fn segments_of_both_by_heads(residual: Layout) -> Segments {
-    let value = Value::new;
-    let segment = |name, takes, gives| Segment { name, takes, gives, differentiable: true };
-    let segments = Segments {
-        values: vec![
-            value("x", residual),
-            value("h", residual),
-            value("h'", Layout::Replicated),
-            value("qkv", Layout::Split),
-            value("qkv'", Layout::Split),
-            value("heads", Layout::Split),
-            value("heads'", Layout::Split),
-            value("a", Layout::Partial),
-            value("a'", residual),
-            value("x2", residual),
-            value("h2", residual),
-            value("h2'", Layout::Replicated),
-            value("b", Layout::Partial),
-            value("b'", residual),
-            value("y", residual),
-        ],
-        input: Some(0),
-        segments: vec![
-            segment("norm", vec![0], vec![0, 1]),
-            segment("project", vec![2], vec![3]),
-            segment("attend", vec![4], vec![5]),
-            segment("join", vec![6], vec![7]),
-            segment("rejoin", vec![0, 8], vec![9, 10]),
-            segment("mlp", vec![11], vec![12]),
-            segment("output", vec![9, 13], vec![14]),
-        ],
-        exchanges: [(1, 2), (3, 4), (5, 6), (7, 8), (10, 11), (12, 13)].map(|(from, to)| Exchange { from, to }).into(),
-    };
-    by_heads(segments.on_rows(), [4, 5])
-}
-
-/// Makes these values ones of which every rank of the context-parallel group has all rows of its
-/// own heads.
-fn by_heads(mut segments: Segments, values: [usize; 2]) -> Segments {
-    values.into_iter().for_each(|value| segments.values[value].context = Layout::Heads);
-    segments
+    segments.on_rows().over_context(&["qkv'", "heads"], Layout::Heads)
 }
 
 /// The rows of `x` as `outer` groups of `inner` blocks, with the two exchanged.
@@ -559,13 +489,6 @@ fn exchanged_blocks(tape: &mut Tape<'_>, x: &Var, [outer, inner]: [usize; 2]) ->
 /// another exchange.
 fn without_part() -> ModelError {
     ModelError::Batch("a context-parallel rank takes its part of a micro-batch".into())
-}
-
-/// Makes value `gathered` one that every rank of the context-parallel group has whole, for its own
-/// queries.
-fn gathering(mut segments: Segments, gathered: usize) -> Segments {
-    segments.values[gathered].context = Layout::Replicated;
-    segments
 }
 
 /// The work of a segment.

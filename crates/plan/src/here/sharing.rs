@@ -116,8 +116,7 @@ impl Base {
 /// split sequences or products only replicas and ZeRO-1 are tried: gradients and parameters are
 /// small then.
 fn divided_state(pipeline: Option<&'static str>, [stages, context, tensor, data]: [usize; 4]) -> Vec<Sharing> {
-    let (shard, expert_ranks, stage, reshard) = (1, 1, 0, true);
-    let by_heads = false;
+    let (by_heads, shard, expert_ranks, stage, reshard) = (false, 1, 1, 0, true);
     let whole = Sharing { pipeline, stages, context, by_heads, tensor, data, shard, expert_ranks, stage, reshard };
     let mut all = vec![whole];
     let kinds = [(1, true), (2, true), (3, true), (3, false)];
