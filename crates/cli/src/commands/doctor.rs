@@ -61,7 +61,11 @@ fn explain_traces(paths: &[PathBuf], as_json: bool) -> Result<ExitCode> {
     let mut examined = Vec::new();
     for (place, path) in paths.iter().enumerate() {
         // One trace at a time is in memory.
-        let trace = kineto::read_file(path).with_context(|| format!("cannot explain {}", path.display()))?;
+        let trace = kineto::read_file(path).with_context(|| {
+            let missing = ", neither the folder of a run (runs/NAME) nor a trace file";
+            let what = if path.exists() { "" } else { missing };
+            format!("cannot explain {}{what}", path.display())
+        })?;
         if paths.len() > 1 {
             note(&format!("read {}: {} events", path.display(), trace.events));
         }
