@@ -46,6 +46,9 @@ pub struct Adapter {
     pub a: ParamId,
     /// The up projections, [n, rank] if all of the weight's matrices have one.
     pub b: ParamId,
+    /// The magnitudes of the rows that the pairs add to (DoRA), as many as `b` has rows; None: the
+    /// sum keeps its own.
+    pub magnitude: Option<ParamId>,
     /// The width between the two.
     pub rank: usize,
     /// The number of pairs.

@@ -40,6 +40,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         }
         "low_rank" => {
             let adapter = |members, outputs: &[(usize, Option<(usize, usize)>)], scale| Adapter {
+                magnitude: None,
                 a: p(0),
                 b: p(1),
                 rank: 3,
@@ -55,6 +56,24 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                     t.low_rank(&x[0], Some(&x[1]), two.clone())
                 }),
             ]
+        }
+        "magnitude" => {
+            let adapter = Adapter {
+                a: p(1),
+                b: p(2),
+                magnitude: Some(p(0)),
+                rank: 3,
+                members: 2,
+                outputs: [(4, Some((0, 0))), (2, None), (3, Some((1, 4)))]
+                    .map(|(count, from)| AdapterOutputs { count, from })
+                    .into(),
+                scale: 0.7,
+            };
+            let norms: Vec<f32> = values(9, 8).iter().map(|value| 1.5 + value).collect();
+            vec![example(&[&[5, 9]], &[&[7]], move |t, x| {
+                let norms = device.tensor([9], &norms, Purpose::Activations)?;
+                t.magnitude(&x[0], norms, adapter.clone())
+            })]
         }
         "linear_cross_entropy" => vec![example(&[&[6, 5]], &[&[11, 5]], move |t, x| {
             let targets = ints(&device, &[3, 0, -100, 10, 3, 7]);

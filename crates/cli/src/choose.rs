@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use std::time::Instant;
 use trainyard_base::median;
 use trainyard_calibrate::{Ranks, forecast, layout as layout_of};
-use trainyard_engine::config::{Config, DeviceKind, Inputs, OffloadTier, Parallel, Resolved};
+use trainyard_engine::config::{BaseDtype, Config, DeviceKind, Inputs, OffloadTier, Parallel, Resolved};
 use trainyard_engine::host;
 use trainyard_engine::predict::Preprocessing;
 use trainyard_engine::shape::{is_offloaded, model_of, model_spec};
@@ -186,6 +186,10 @@ fn savings(resolved: &Resolved) -> String {
         if !there.is_empty() {
             text += &format!(", {} {place}", there.join(" and "));
         }
+    }
+    let base = resolved.config.fine_tuning.base_dtype;
+    if base != BaseDtype::Compute {
+        text += &format!(", base in {base}");
     }
     text
 }

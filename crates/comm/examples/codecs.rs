@@ -48,9 +48,8 @@ fn main() {
     let copy = seconds(&mut buffers, |b| black_box(&mut b.other).copy_from_slice(black_box(&b.values)));
     println!("{threads} threads; a copy reads {:.1} GB/s and writes as much", bytes / copy / 1e9);
     println!("{:<12} {:>8} {:>16} {:>8}   as a share of the copy", "codec", "encode", "with feedback", "decode");
-    for codec in
-        [BlockCodec::Bf16, BlockCodec::Int8, BlockCodec::Int4, BlockCodec::OneBit, BlockCodec::TopK { kept: 41 }]
-    {
+    use BlockCodec::{Bf16, Int4, Int8, Nf4, OneBit, TopK};
+    for codec in [Bf16, Int8, Int4, Nf4, OneBit, TopK { kept: 41 }] {
         let size = encoded_bytes(codec, ELEMENTS);
         let plain =
             seconds(&mut buffers, |b| encode(codec, &b.values, None, Rounding::Nearest, &mut b.message[..size]));

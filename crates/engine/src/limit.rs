@@ -226,8 +226,11 @@ fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
         (Change::Gradients(lower), offload.gradients),
         (Change::Parameters(lower), offload.parameters),
     ];
-    let tiers: Vec<Change> =
-        tiers.into_iter().filter(|(_, tier)| *tier == OffloadTier::None).map(|(change, _)| change).collect();
+    let encoded = shape::base_codec(&resolved.config).is_some();
+    let is_free = |(change, tier): &(Change, OffloadTier)| {
+        *tier == OffloadTier::None && !(encoded && matches!(change, Change::Parameters(_)))
+    };
+    let tiers: Vec<Change> = tiers.into_iter().filter(is_free).map(|(change, _)| change).collect();
 
     // Gradients follow the optimizer's state.
     let alone = |change: &&Change| !matches!(change, Change::Gradients(lower) if *lower != offload.optimizer);

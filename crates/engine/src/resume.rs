@@ -55,7 +55,7 @@ pub enum ModelChange {
 const TRAINED: &str = "what it trains was decided when it began; export it, and start a new run from that";
 
 /// Keys that cannot change when a run is resumed, each with the reason.
-const DECIDED: [(&str, &str); 13] = [
+const DECIDED: [(&str, &str); 14] = [
     ("run.name", "its folder is the one to resume; rename that"),
     ("run.directory", "its folder is the one to resume; move that, and set data.cache for where token files are kept"),
     ("tokenizer.path", "it keeps its tokenizer; start a new run for another"),
@@ -67,6 +67,7 @@ const DECIDED: [(&str, &str); 13] = [
     ("fine_tuning.rank_stabilised", TRAINED),
     ("fine_tuning.targets", TRAINED),
     ("fine_tuning.from", TRAINED),
+    ("fine_tuning.base_dtype", TRAINED),
     ("fine_tuning.freeze", TRAINED),
     ("fine_tuning.train", TRAINED),
 ];

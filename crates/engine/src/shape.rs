@@ -1,7 +1,7 @@
 //! Translates a resolved configuration into a model, a strategy and a step program.
 
 use crate::config::{
-    Activation as ConfigActivation, AdapterMethod, CheckpointMode, CompressionCodec, Compute, Config,
+    Activation as ConfigActivation, AdapterMethod, BaseDtype, CheckpointMode, CompressionCodec, Compute, Config,
     ContextExchange as ConfigExchange, CudaGraphs, DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe,
     ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel, PipelineSchedule as ConfigPipeline,
     ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
@@ -14,6 +14,7 @@ use crate::precision::LossScaler;
 use crate::pretrained::description;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
+use crate::state::encodable;
 use crate::{EngineError, Result};
 use std::ops::Range;
 use trainyard_autograd::Policy;
@@ -24,7 +25,7 @@ use trainyard_model::{
     ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
-    Axis, Border, Codec, Encoding, ExpertRanks, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program,
+    Axis, BlockCodec, Border, Codec, Encoding, ExpertRanks, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program,
     ReduceSchedule, Reshard, Schedule, ScheduleTable, SegmentShape, SplitShape, StateBytes, StepKind, Strategy, Tier,
     UnitShape, ValueShape, check, lower_rank,
 };
@@ -277,6 +278,8 @@ pub fn model_shape(model: &Model, batch: &BatchShape, dtype: DType) -> Result<Mo
         let matrix =
             |(range, columns): (Range<usize>, usize)| [range.len() / columns.max(1), columns].map(|n| n as u64);
         shape.matrices = matrices(model, index, &layout).into_iter().map(matrix).collect();
+        let encodable = encodable(model, index).into_iter().map(|parameter| layout.range(parameter).len() as u64);
+        shape.encodable = encodable.collect();
         shape.frozen_elements = layout.frozen_flat_elements() as u64;
         shape.borrows = unit.borrowed().iter().map(|id| id.unit).collect();
         shape.borrows.dedup();
@@ -417,17 +420,27 @@ pub(crate) fn adapter_alpha(rank: usize) -> f64 {
     2.0 * rank as f64
 }
 
+/// The form in which frozen matrices lie in memory; None: in the compute dtype.
+pub(crate) fn base_codec(config: &Config) -> Option<BlockCodec> {
+    match config.fine_tuning.base_dtype {
+        BaseDtype::Compute => None,
+        BaseDtype::Int8 => Some(BlockCodec::Int8),
+        BaseDtype::Nf4 => Some(BlockCodec::Nf4),
+    }
+}
+
 /// The trained part of the model.
 pub fn tuning(config: &Config) -> Tuning {
     let section = &config.fine_tuning;
     let adapter = match section.adapter {
         AdapterMethod::None => None,
-        AdapterMethod::Lora => {
+        AdapterMethod::Lora | AdapterMethod::Dora => {
             let rank = section.rank.unwrap_or(ADAPTER_RANK);
             Some(AdapterSpec {
                 rank,
                 alpha: section.alpha.unwrap_or_else(|| adapter_alpha(rank)),
                 rank_stabilised: section.rank_stabilised.unwrap_or(false),
+                magnitudes: section.adapter == AdapterMethod::Dora,
                 targets: section.targets.clone().unwrap_or_default().0,
             })
         }
@@ -568,9 +581,10 @@ fn offload(resolved: &Resolved) -> Offload {
         OffloadTier::Disk => Some(Tier::Disk),
     };
     let section = &resolved.config.offload;
+    let encoded = base_codec(&resolved.config).map(Tier::Encoded);
     Offload {
         optimizer: tier(section.optimizer),
-        parameters: tier(section.parameters),
+        parameters: encoded.or(tier(section.parameters)),
         activations: tier(section.activations),
         gradients: tier(section.gradients),
     }

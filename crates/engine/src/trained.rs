@@ -11,12 +11,13 @@ use crate::config::{Config, DeviceKind, Inputs, hub_model, usual_sequence_length
 use crate::pretrained;
 use crate::rank::Rank;
 use crate::session::files;
-use crate::shape::{dtype_of, tuning};
+use crate::shape::{base_codec, dtype_of, tuning};
 use crate::snapshot;
 use crate::state::{does_not_fit, initial_values};
 use crate::warning::warning;
 use crate::{EngineError, Result};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_autograd::{Adapter, ParamId, Parameters};
@@ -24,7 +25,7 @@ use trainyard_data::{Tokenizer, place_of};
 use trainyard_model::{Model, ModelSpec, ParameterSpec, UnitLayout, gguf, hf, weights::WeightReader};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::{DType, Device};
+use trainyard_tensor::{DType, Device, Tensor};
 
 /// A trained model for evaluation, generation and export, without optimizer and gradients.
 pub struct Trained {
@@ -292,7 +293,8 @@ fn read_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<ModelSp
 /// those that it does not train.
 fn load_frozen(rank: &mut Rank, config: &Config, note: &mut impl FnMut(&str)) -> Result<()> {
     let Some(path) = config.model.path.as_ref().filter(|_| config.model.load_weights != Some(false)) else {
-        return rank.initialise_by(config.training.seed);
+        rank.initialise_by(config.training.seed)?;
+        return round_base(rank, config);
     };
     if !path.exists() {
         return Err(does_not_fit(format!(
@@ -305,13 +307,20 @@ fn load_frozen(rank: &mut Rank, config: &Config, note: &mut impl FnMut(&str)) ->
     for line in load_weights(rank, path, None)? {
         note(&line);
     }
-    Ok(())
+    round_base(rank, config)
+}
+
+/// Rounds frozen matrices to what the run kept of them in memory.
+fn round_base(rank: &Rank, config: &Config) -> Result<()> {
+    match base_codec(config) {
+        Some(codec) => rank.parameters.round_frozen(rank.model(), codec),
+        None => Ok(()),
+    }
 }
 
 /// Loads the weights of a Hugging Face folder into `rank`, which reads only the parts that it
 /// holds. Adapters are those of the folder `adapter`, or begin anew. Returns notes on tensors of
-/// the
-/// folder that were not used.
+/// the folder that were not used.
 pub(crate) fn load_weights(rank: &mut Rank, folder: &Path, adapter: Option<&Path>) -> Result<Vec<String>> {
     // Files of weights have no adapters.
     let base = match rank.model().spec() {
@@ -323,7 +332,7 @@ pub(crate) fn load_weights(rank: &mut Rank, folder: &Path, adapter: Option<&Path
     let reader = WeightReader::open(folder, base).map_err(trainyard_model::ModelError::from)?;
     let specs: BTreeMap<_, _> = rank.model().parameters().map(|(id, spec)| (id, spec.clone())).collect();
     let seed = rank.seed();
-    rank.set_parameters(|id, range, values| {
+    let set = |id: ParamId, range: Range<usize>, values: &mut Tensor| {
         let spec = &specs[&id];
         let reader = match (spec.is_adapter(), &adapter) {
             (true, None) => return initial_values(values, id, spec, range, seed),
@@ -332,7 +341,11 @@ pub(crate) fn load_weights(rank: &mut Rank, folder: &Path, adapter: Option<&Path
         };
         let read = |values: &mut [f32]| reader.read_part(spec, range, values);
         Ok(values.overwrite(read)?.map_err(trainyard_model::ModelError::from)?)
-    })?;
+    };
+    match adapter {
+        Some(_) => rank.set_parameters(set)?,
+        None => rank.set_parameters_anew(set)?,
+    }
     Ok(reader.notes().to_vec())
 }
 
@@ -398,9 +411,25 @@ impl Trained {
             if let Some(adapter) = model.adapters().get(&id) {
                 let [down, up] = [self.values(adapter.a)?, self.values(adapter.b)?];
                 merge(weight, spec.row_elements(), adapter, &down, &up);
+                if let Some(magnitude) = adapter.magnitude {
+                    scale_rows(weight, spec.row_elements(), adapter, &self.values(magnitude)?);
+                }
             }
         }
         Ok(())
+    }
+}
+
+/// Gives the rows of `width` elements that an adapter adds to its magnitudes as their norms.
+fn scale_rows(weight: &mut [f32], width: usize, adapter: &Adapter, magnitudes: &[f32]) {
+    let mut rows = weight.chunks_exact_mut(width);
+    for outputs in adapter.outputs.iter() {
+        for (number, row) in rows.by_ref().take(outputs.count).enumerate() {
+            let Some((_, first)) = outputs.from else { continue };
+            let norm = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt() as f32;
+            let factor = if norm == 0.0 { 0.0 } else { magnitudes[first + number] / norm };
+            row.iter_mut().for_each(|x| *x *= factor);
+        }
     }
 }
 

@@ -9,13 +9,15 @@ use common::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainyard_autograd::ParamId;
+use trainyard_comm::codec::{Rounding, oracle};
 use trainyard_engine::links::Links;
 use trainyard_engine::rank::{Rank, StepSettings};
 use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
+use trainyard_engine::tier::Tiers;
 use trainyard_model::weights::{WeightReader, export_adapter, read_adapter_config};
 use trainyard_model::{BatchShape, Model, Tuning, hf};
-use trainyard_program::MemoryKind;
+use trainyard_program::{BlockCodec, MemoryKind, Tier};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -31,8 +33,20 @@ const LORA_IN_BF16: &[&str] =
     &["fine_tuning.adapter='lora'", "fine_tuning.targets=['q_proj','v_proj','down_proj']", "precision.compute='bf16'"];
 const LORA_ON_GPT2: &[&str] = &["fine_tuning.adapter='lora'", "model.family='gpt2'", "model.kv_heads='auto'"];
 
+const DORA: &[&str] = &["fine_tuning.adapter='dora'", "fine_tuning.rank=4"];
+const QLORA: &[&str] = &["fine_tuning.adapter='lora'", "fine_tuning.base_dtype='nf4'", "precision.compute='bf16'"];
+const QDORA: &[&str] = &["fine_tuning.adapter='dora'", "fine_tuning.base_dtype='int8'"];
+/// Whole units and parts of units are frozen, and their matrices lie encoded.
+const MIXED_IN_8_BITS: &[&str] = &[MIXED[0], MIXED[1], "fine_tuning.base_dtype='int8'"];
+
 fn joined<'s>(parts: &[&[&'s str]]) -> Vec<&'s str> {
     parts.concat()
+}
+
+/// False if parameters lie encoded, and are to be cut into shards or to lie on disk.
+fn goes_with(way: &[&str], tuning: &[&str]) -> bool {
+    let encoded = tuning.iter().any(|set| set.starts_with("fine_tuning.base_dtype"));
+    !encoded || ["parallel.zero_stage=3", "memory.offload.parameters='disk'"].iter().all(|set| !way.contains(set))
 }
 
 /// The bits of one rank, on every way of running that may not change them.
@@ -49,7 +63,7 @@ fn same_bits(tuning: &[&str]) {
         &["memory.offload.optimizer='disk'", "memory.offload.gradients='disk'"],
         &["memory.offload.optimizer='disk'", ON_THE_HOST],
     ];
-    for way in ways {
+    for way in ways.iter().filter(|way| goes_with(way, tuning)) {
         let sets = joined(&[base, tuning, way]);
         let ends = train(&sets, STEPS);
         check_memory(&ends[0], &sets);
@@ -65,7 +79,7 @@ fn same_bits(tuning: &[&str]) {
         &["parallel.ranks=2", "parallel.zero_stage=3", "memory.offload.parameters='disk'"],
         &["parallel.ranks=4", "parallel.data_parallel_replicate_degree=2", "parallel.pipeline_parallel_degree=2"],
     ];
-    for layout in layouts {
+    for layout in layouts.iter().filter(|way| goes_with(way, tuning)) {
         let sets = joined(&[base, tuning, layout]);
         let ends = train(&sets, STEPS);
         ends.iter().for_each(|end| check_memory(end, &sets));
@@ -96,6 +110,18 @@ fn adapters_in_bf16_train_the_same_bits_in_every_layout() {
 #[test]
 fn adapters_on_gpt_2_train_the_same_bits_in_every_layout() {
     same_bits(LORA_ON_GPT2);
+}
+
+#[test]
+fn adapters_with_magnitudes_train_the_same_bits_in_every_layout() {
+    same_bits(DORA);
+}
+
+#[test]
+fn adapters_on_an_encoded_base_train_the_same_bits_in_every_layout() {
+    same_bits(QLORA);
+    same_bits(QDORA);
+    same_bits(MIXED_IN_8_BITS);
 }
 
 /// Trained parameters have the gradients that they have in full training.
@@ -201,12 +227,18 @@ fn assert_close(ours: &BTreeMap<String, f64>, theirs: &BTreeMap<String, f64>, li
 /// weights of the last.
 #[test]
 fn adapters_train_as_in_peft() {
+    trains_as_in_peft("adapter");
+    trains_as_in_peft("dora");
+}
+
+/// Trains the adapter of the golden folder `of`.
+fn trains_as_in_peft(of: &str) {
     let expected: Expected =
-        serde_json::from_str(&std::fs::read_to_string(golden("adapter/expected.json")).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(golden(&format!("{of}/expected.json"))).unwrap()).unwrap();
     let base = golden("../../../model/tests/golden/llama");
     let spec = hf::from_config_json(&std::fs::read_to_string(base.join("config.json")).unwrap()).unwrap().spec;
     let whole = Model::new(spec.clone()).unwrap();
-    let adapter = read_adapter_config(&golden("adapter")).unwrap();
+    let adapter = read_adapter_config(&golden(of)).unwrap();
     let model = || {
         let tuning = Tuning { adapter: Some(adapter.clone()), ..Tuning::default() };
         Model::new(spec.clone()).unwrap().tuned(&tuning).unwrap()
@@ -225,10 +257,8 @@ fn adapters_train_as_in_peft() {
     let device = Device::cpu(Isa::detect(), 1, None);
     let settings = shape::rank_settings(&resolved);
     let mut rank = Rank::new(&device, model(), Holding::of(&program), Links::default(), &settings).unwrap();
-    let [weights, adapters] = [
-        WeightReader::open(&base, &whole).unwrap(),
-        WeightReader::open_adapter(&golden("adapter"), rank.model()).unwrap(),
-    ];
+    let [weights, adapters] =
+        [WeightReader::open(&base, &whole).unwrap(), WeightReader::open_adapter(&golden(of), rank.model()).unwrap()];
     let specs: BTreeMap<_, _> = model().parameters().map(|(id, spec)| (id, spec.clone())).collect();
     rank.set_parameters(|id, range, values| {
         let reader = if specs[&id].is_adapter() { &adapters } else { &weights };
@@ -260,5 +290,57 @@ fn adapters_train_as_in_peft() {
         let mut values = vec![0.0; spec.elements()];
         again.read_part(spec, 0..spec.elements(), &mut values).unwrap();
         assert_eq!(values, rank.read_masters(id).unwrap());
+    }
+}
+
+/// The matrices of blocks are those that the codec's definition gives, one by one.
+#[test]
+fn an_encoded_base_trains_as_one_that_was_rounded() {
+    let base = golden("../../../model/tests/golden/llama");
+    let spec = hf::from_config_json(&std::fs::read_to_string(base.join("config.json")).unwrap()).unwrap().spec;
+    let whole = Model::new(spec.clone()).unwrap();
+    let weights = WeightReader::open(&base, &whole).unwrap();
+    let adapter = read_adapter_config(&golden("dora")).unwrap();
+    let resolved = resolved(&["precision.compute='f32'", "optimizer.learning_rate=0.01"]);
+    let device = Device::cpu(Isa::detect(), 2, None);
+    for codec in [BlockCodec::Nf4, BlockCodec::Int8] {
+        let losses = [None, Some(Tier::Encoded(codec))].map(|parameters| {
+            let tuning = Tuning { adapter: Some(adapter.clone()), ..Tuning::default() };
+            let model = Model::new(spec.clone()).unwrap().tuned(&tuning).unwrap();
+            let mut strategy = trainyard_program::Strategy::new(whole.units().len());
+            strategy.offload.parameters = parameters;
+            let (shape, mesh) = (BatchShape::uniform(4, LENGTH), trainyard_program::Mesh::default());
+            let program = shape::program(&model, &shape, DType::F32, &mesh, &strategy, 0).unwrap();
+            let adapters = WeightReader::open_adapter(&golden("dora"), &model).unwrap();
+            let specs: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.clone())).collect();
+            let tiers = Tiers::create(&program, &device, Path::new("")).unwrap();
+            let settings = shape::rank_settings(&resolved);
+            let mut rank =
+                Rank::with_tiers(&device, model, Holding::of(&program), tiers, Links::default(), &settings).unwrap();
+            let last = whole.units().len() as u32 - 1;
+            rank.set_parameters(|id, range, values| {
+                let spec = &specs[&id];
+                let reader = if spec.is_adapter() { &adapters } else { &weights };
+                let in_block = id.unit > 0 && id.unit < last && spec.shape.len() == 2 && !spec.is_adapter();
+                let mut all = vec![0.0; spec.elements()];
+                reader.read_part(spec, 0..spec.elements(), &mut all).unwrap();
+                if in_block && parameters.is_none() {
+                    all.resize(all.len().next_multiple_of(codec.block_elements()), 0.0);
+                    let mut blocks = vec![0; codec.bytes(all.len() as u64) as usize];
+                    oracle::encode(codec, &all, None, Rounding::Nearest, &mut blocks);
+                    oracle::decode(codec, &blocks, &mut all);
+                }
+                Ok(values.overwrite(|values: &mut [f32]| values.copy_from_slice(&all[range]))?)
+            })
+            .unwrap();
+            let steps = (0..3).map(|step| {
+                let tokens: Vec<i32> = (0..4 * LENGTH as i32).map(|i| (i * 7 + step) % 50).collect();
+                let load = |device: &Device, model: &Model| Ok(model.rows(device, LENGTH, &tokens, Some(&tokens))?);
+                let settings = StepSettings { step: step as u64, rate_factor: 1.0, clip_norm: None };
+                rank.execute(&program, settings, load, |_, _| Ok(())).unwrap().loss.to_bits()
+            });
+            steps.collect::<Vec<_>>()
+        });
+        assert_eq!(losses[0], losses[1], "{codec}");
     }
 }

@@ -1,8 +1,9 @@
 //! Fine-tuning: which parameters are trained, and adapters on linear layers.
 //!
 //! An adapter (LoRA, Hu et al. 2021) leaves a weight as it is and trains two narrow matrices whose
-//! product is added to it. Their parameters belong to the weight's unit, after its own. The tape
-//! adds their product wherever the weight is multiplied by, so no family's code knows of them.
+//! product is added to it. With magnitudes (DoRA, Liu et al. 2024) the norm of each row of the sum
+//! is trained too. Their parameters belong to the weight's unit, after its own. The tape adds their
+//! product wherever the weight is multiplied by, so no family's code knows of them.
 //!
 //! Names in files are those of PEFT.
 
@@ -28,6 +29,9 @@ pub struct AdapterSpec {
     /// True if the scale is alpha / sqrt(rank) (Kalajdzievski 2023) rather than alpha / rank.
     #[serde(default)]
     pub rank_stabilised: bool,
+    /// True if the norms of the rows of a weight are trained apart from their directions (DoRA).
+    #[serde(default)]
+    pub magnitudes: bool,
     /// The linear layers that have adapters, by the last part of their name in files: `q_proj`.
     /// Empty: all in blocks.
     #[serde(default)]
@@ -182,9 +186,12 @@ pub(crate) fn tuned(
                 }
                 targets.extend(weight.sources.iter().map(|source| layer_of(&source.hf_name).to_owned()));
                 let next = parameters.len() as u32;
-                let [a, b] = [next, next + 1].map(|index| ParamId::new(number as u32, index));
-                if let Some((adapter, pair)) = pair(spec, &weight, tensor_ranks, [a, b]) {
-                    parameters.extend(pair);
+                let ids = [next, next + 1, next + 2].map(|index| ParamId::new(number as u32, index));
+                if let Some((mut adapter, pair)) = pair(spec, &weight, tensor_ranks, ids) {
+                    let [_, up] = &pair;
+                    let magnitude = spec.magnitudes.then(|| magnitude(&weight, up));
+                    adapter.magnitude = magnitude.as_ref().map(|_| ids[2]);
+                    parameters.extend(pair.into_iter().chain(magnitude));
                     adapters.insert(ParamId::new(number as u32, index as u32), adapter);
                 }
             }
@@ -192,6 +199,13 @@ pub(crate) fn tuned(
         all.push(Box::new(TunedUnit { inner, parameters }));
     }
     if let Some(spec) = &tuning.adapter {
+        if spec.magnitudes && tensor_ranks > 1 {
+            return Err(ModelError::Tuning(
+                "magnitudes (DoRA) need whole rows of weights, which tensor parallelism cuts: use adapters without them, or \
+                 parallel.tensor_parallel_degree = 1"
+                    .into(),
+            ));
+        }
         if spec.rank == 0 {
             return Err(ModelError::Tuning("an adapter of rank 0 adds nothing: give a rank of 1 or more".into()));
         }
@@ -216,6 +230,12 @@ fn is_of_routed_experts(weight: &ParameterSpec) -> bool {
     ["mlp.router.", "mlp.experts."].iter().any(|prefix| weight.name.starts_with(prefix))
 }
 
+/// True for weights that may lie encoded in memory while they are not used: frozen matrices but
+/// those of routers, whose choices small errors change.
+pub fn is_encodable(weight: &ParameterSpec) -> bool {
+    !weight.trained && weight.kind == ParameterKind::Matrix && !weight.name.starts_with("mlp.router.")
+}
+
 /// Up to three of `names`.
 fn some_of<'n>(names: impl Iterator<Item = &'n str>) -> String {
     names.step_by(5).take(3).collect::<Vec<_>>().join(", ")
@@ -230,7 +250,7 @@ fn pair(
     spec: &AdapterSpec,
     weight: &ParameterSpec,
     tensor_ranks: usize,
-    [a, b]: [ParamId; 2],
+    [a, b, _]: [ParamId; 3],
 ) -> Option<(Adapter, [ParameterSpec; 2])> {
     let sources: Vec<&Source> = weight.sources.iter().filter(|source| spec.has(&source.hf_name)).collect();
     if sources.is_empty() {
@@ -317,7 +337,18 @@ fn pair(
         (down.layout, up.layout) = (weight.layout, weight.layout);
     }
     let outputs = merged(outputs).into();
-    Some((Adapter { a, b, rank, members, outputs, scale: spec.scale() as f32 }, [down, up]))
+    Some((Adapter { a, b, magnitude: None, rank, members, outputs, scale: spec.scale() as f32 }, [down, up]))
+}
+
+/// The magnitudes of `weight`, one for each row of the up projections `up`.
+fn magnitude(weight: &ParameterSpec, up: &ParameterSpec) -> ParameterSpec {
+    let name = format!("{}.lora_magnitude", weight.name.strip_suffix(".weight").unwrap_or(&weight.name));
+    let spec = ParameterSpec::new(&name, &[up.shape[0]], Init::Ones, ParameterKind::Norm, String::new());
+    let of_source = |source: &Source| {
+        let layer = source.hf_name.strip_suffix("lora_B.weight").unwrap_or(&source.hf_name);
+        (format!("{layer}lora_magnitude_vector"), source.rows.len())
+    };
+    spec.fused(&up.sources.iter().map(of_source).collect::<Vec<_>>())
 }
 
 /// Neighbours that continue each other as one.
@@ -340,7 +371,7 @@ fn merged(outputs: Vec<AdapterOutputs>) -> Vec<AdapterOutputs> {
 impl ParameterSpec {
     /// True if this is a part of an adapter.
     pub fn is_adapter(&self) -> bool {
-        self.name.ends_with(".lora_a") || self.name.ends_with(".lora_b")
+        [".lora_a", ".lora_b", ".lora_magnitude"].iter().any(|end| self.name.ends_with(end))
     }
 }
 
@@ -364,7 +395,7 @@ mod tests {
 
     fn tuning(targets: &[&str]) -> Tuning {
         let targets = targets.iter().map(|target| (*target).to_owned()).collect();
-        let adapter = AdapterSpec { rank: 4, alpha: 8.0, rank_stabilised: false, targets };
+        let adapter = AdapterSpec { rank: 4, alpha: 8.0, rank_stabilised: false, magnitudes: false, targets };
         Tuning { adapter: Some(adapter), ..Tuning::default() }
     }
 

@@ -105,6 +105,7 @@ impl<'a> Bounds<'a> {
             mesh: Mesh::default(),
             placement: Placement::WHOLE,
             offload: Offload::default(),
+            staying: Vec::new(),
             chunks: Vec::new(),
             units: Vec::new(),
             borrows: Vec::new(),

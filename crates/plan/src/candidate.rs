@@ -221,6 +221,7 @@ pub fn details(candidate: &Candidate) -> Vec<String> {
         match tier {
             Some(Tier::Host) => parts.push(format!("{what} on host")),
             Some(Tier::Disk) => parts.push(format!("{what} on disk")),
+            Some(Tier::Encoded(codec)) => parts.push(format!("frozen {what} in {codec}")),
             None => {}
         }
     }

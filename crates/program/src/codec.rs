@@ -19,6 +19,9 @@ pub enum BlockCodec {
     Int8,
     /// 4-bit integers with a scale per block.
     Int4,
+    /// 4-bit codes of the quantiles of a normal distribution, with a scale per 64 elements (NF4,
+    /// Dettmers et al. 2023). For weights at rest: what it leaves out is not exact in f32.
+    Nf4,
     /// Signs, with the mean magnitude per block (Seide et al. 2014; Tang et al. 2021).
     OneBit,
     /// The largest elements of each block in bf16, and their places (Lin et al. 2018).
@@ -32,7 +35,7 @@ impl BlockCodec {
     /// Elements of a block.
     pub const fn block_elements(self) -> usize {
         match self {
-            BlockCodec::Bf16 | BlockCodec::Int8 | BlockCodec::Int4 | BlockCodec::OneBit => 256,
+            BlockCodec::Bf16 | BlockCodec::Int8 | BlockCodec::Int4 | BlockCodec::Nf4 | BlockCodec::OneBit => 256,
             BlockCodec::TopK { .. } => 4096,
         }
     }
@@ -43,6 +46,7 @@ impl BlockCodec {
             BlockCodec::Bf16 => 2 * 256,
             BlockCodec::Int8 => 2 + 256,
             BlockCodec::Int4 => 2 + 128,
+            BlockCodec::Nf4 => 4 * 2 + 128,
             BlockCodec::OneBit => 2 + 32,
             BlockCodec::TopK { kept } => 4 * kept as usize,
         }
@@ -55,7 +59,7 @@ impl BlockCodec {
 
     /// True if the codec drops so much that it needs [error feedback](Encoding::feedback).
     pub const fn needs_feedback(self) -> bool {
-        matches!(self, BlockCodec::Int4 | BlockCodec::OneBit | BlockCodec::TopK { .. })
+        matches!(self, BlockCodec::Int4 | BlockCodec::Nf4 | BlockCodec::OneBit | BlockCodec::TopK { .. })
     }
 
     /// The name in configurations.
@@ -64,6 +68,7 @@ impl BlockCodec {
             BlockCodec::Bf16 => "bf16",
             BlockCodec::Int8 => "int8",
             BlockCodec::Int4 => "int4",
+            BlockCodec::Nf4 => "nf4",
             BlockCodec::OneBit => "one_bit",
             BlockCodec::TopK { .. } => "top_k",
         }

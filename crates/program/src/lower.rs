@@ -205,6 +205,7 @@ impl<'a> Lowering<'a> {
             mesh: *mesh,
             placement,
             offload: strategy.offload,
+            staying: sizes.staying_units(),
             chunks: Vec::new(),
             units: model.units.iter().map(|unit| unit.name.clone()).collect(),
             borrows: model.units.iter().map(|unit| unit.borrows.clone()).collect(),
@@ -224,8 +225,9 @@ impl<'a> Lowering<'a> {
             resident: Vec::new(),
             instructions: Vec::new(),
         };
-        let windows =
+        let mut windows =
             parameter_windows(&passes, units, |unit| program.reads(unit).collect(), &reach(mesh, strategy, &placement));
+        windows.retain(|window| !program.staying.contains(&window.unit));
         let apart = strategy.elastic || strategy.reduce_schedule == ReduceSchedule::PerMicroBatch;
         let spans = |program: &Program, apart| {
             let adds_to = |pass: &Pass| match program.adds_gradients(pass.unit, pass.phase, pass.part) {
@@ -425,7 +427,7 @@ impl<'a> Lowering<'a> {
     pub(crate) fn drop_parameters(&mut self, unit: u32, after: u32, write: bool) -> u32 {
         let bytes = self.sizes.parameters(unit);
         let evict = Instruction::new(Action::Evict { unit, state: State::Parameters, write });
-        let evict = evict.moving(if write { bytes } else { 0 });
+        let evict = evict.moving(if write { self.sizes.written(unit) } else { 0 });
         let evict = self.builder.push(evict.giving_back(MemoryKind::Parameters, bytes), [after]);
         self.dropped[unit as usize] = Some(evict);
         evict

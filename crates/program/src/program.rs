@@ -23,6 +23,9 @@ pub struct Program {
     pub placement: Placement,
     /// The tiers of state that is fetched and evicted.
     pub offload: Offload,
+    /// The units whose parameters stay on the device although those of others lie in a tier.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub staying: Vec<u32>,
     /// Per unit, the number of chunks in which its optimizer state is fetched and updated. Empty:
     /// one chunk each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -231,6 +234,11 @@ impl Program {
     /// not wait for each other do not: servers learn the numbers from them.
     pub fn counts_over_ranks(&self) -> bool {
         self.server.is_none_or(|server| server.staleness == 0)
+    }
+
+    /// True if the parameters of `unit` lie in a tier while they are not used.
+    pub fn lies_in_a_tier(&self, unit: u32) -> bool {
+        self.offload.parameters.is_some() && !self.staying.contains(&unit)
     }
 
     /// The tier of the state that an action fetches or evicts; None for other actions.

@@ -1,7 +1,7 @@
 //! The sizes of one rank's state and messages.
 
 use crate::{
-    Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, chunk_elements, padded,
+    Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, Tier, chunk_elements, padded,
 };
 
 /// The sizes of one rank's state and messages. They are equal for all ranks of a pipeline stage,
@@ -64,6 +64,45 @@ impl<'a> Sizes<'a> {
         let (extent, width) = (self.placement.parameters, self.strategy.bytes.parameter);
         let frozen = self.frozen[unit as usize][usize::from(extent == Extent::Shard)];
         self.held(unit, extent, width) + frozen * u64::from(width)
+    }
+
+    /// The units of which nothing is encoded, where the tier of parameters encodes.
+    pub fn staying_units(&self) -> Vec<u32> {
+        match self.strategy.offload.parameters {
+            Some(Tier::Encoded(_)) => {
+                (0..self.model.units.len() as u32).filter(|unit| self.encodable(*unit).next().is_none()).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Bytes that an eviction writes after an update: frozen parameters that lie encoded stay.
+    pub fn written(&self, unit: u32) -> u64 {
+        let encoded = match self.strategy.offload.parameters {
+            Some(Tier::Encoded(_)) => self.encodable(unit).sum::<u64>() * u64::from(self.strategy.bytes.parameter),
+            _ => 0,
+        };
+        self.parameters(unit) - encoded
+    }
+
+    /// Bytes of the copy on the device that stay there.
+    pub fn staying(&self, unit: u32) -> u64 {
+        match self.strategy.offload.parameters {
+            None => self.parameters(unit),
+            Some(Tier::Encoded(codec)) => {
+                let width = u64::from(self.strategy.bytes.parameter);
+                let encoded: u64 = self.encodable(unit).map(|elements| codec.bytes(elements)).sum();
+                self.parameters(unit) + encoded - width * self.encodable(unit).sum::<u64>()
+            }
+            Some(Tier::Host | Tier::Disk) => 0,
+        }
+    }
+
+    /// The elements of each parameter that an encoding tier encodes.
+    fn encodable(&self, unit: u32) -> impl Iterator<Item = u64> + '_ {
+        let unit = &self.model.units[unit as usize];
+        let tp = if unit.split.is_some() { 1 } else { u64::from(self.mesh.tp) };
+        unit.encodable.iter().map(move |elements| elements.div_ceil(tp))
     }
 
     /// Bytes of a unit's masters and of its optimizer state.

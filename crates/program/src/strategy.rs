@@ -1,7 +1,7 @@
 //! The input of a lowering: the model's units, the strategy, and the placement of state that
 //! follows from them.
 
-use crate::{Axis, Encoding, Keep, Layout, Mesh, PipelineSchedule, Schedule, SplitShape};
+use crate::{Axis, BlockCodec, Encoding, Keep, Layout, Mesh, PipelineSchedule, Schedule, SplitShape};
 use serde::{Deserialize, Serialize};
 
 /// Number of elements in a chunk over which gradient norms are summed. Every shard is a whole
@@ -31,6 +31,10 @@ pub struct UnitShape {
     /// neither gradients nor masters nor optimizer state.
     #[serde(default)]
     pub frozen_elements: u64,
+    /// The elements of each of its frozen parameters that [`Tier::Encoded`] encodes: matrices of
+    /// blocks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub encodable: Vec<u64>,
     /// The shapes [rows, columns] of its trained parameters, by which low-rank codecs send them. A
     /// vector has one row, and each expert is a matrix.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -195,6 +199,10 @@ pub enum Tier {
     Host,
     /// A local disk.
     Disk,
+    /// The rank's own memory, in fewer bits: the frozen matrices of blocks as this codec encodes
+    /// them (QLoRA, Dettmers et al. 2023), and the rest as it is. A fetch decodes. Parameters alone
+    /// can lie there.
+    Encoded(BlockCodec),
 }
 
 /// The tier in which each kind of state lies while it is not used; None: on the device.
@@ -519,6 +527,12 @@ pub enum StrategyError {
     /// place.
     #[error("gradients lie in the tier of the optimizer's state, or on the device: offload both to one tier")]
     GradientsApart,
+    /// State other than parameters is to be kept encoded.
+    #[error("parameters alone can lie encoded in memory: offload other state to the host or to a disk")]
+    EncodedState,
+    /// Parameters are to be kept encoded, and sharded as well.
+    #[error("encoded parameters are whole on every rank: use a ZeRO stage below 3, or one rank")]
+    EncodedShards,
     /// Gradients are offloaded in a pipeline, but stages sum shared gradients on the device.
     #[error("in a pipeline gradients stay on the device: leave out their offload, or use one stage")]
     GradientsOfStages,
@@ -594,6 +608,16 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
         if mesh.pp > 1 {
             return Err(StrategyError::GradientsOfStages);
         }
+    }
+    if let Offload { optimizer, activations, gradients, .. } = strategy.offload
+        && [optimizer, activations, gradients].iter().any(|tier| matches!(tier, Some(Tier::Encoded(_))))
+    {
+        return Err(StrategyError::EncodedState);
+    }
+    if matches!(strategy.offload.parameters, Some(Tier::Encoded(_)))
+        && Placement::of(mesh, strategy).parameters == Extent::Shard
+    {
+        return Err(StrategyError::EncodedShards);
     }
     if strategy.zero_stage > 3 {
         return Err(StrategyError::ZeroStage(strategy.zero_stage));

@@ -111,7 +111,7 @@ impl Lowering<'_> {
         // An update reads a copy that is its own master, and one of which a part is frozen; another
         // is written anew.
         if chunk == 0 {
-            let reads = self.strategy.offload.parameters.is_some() && !self.writes_copy(unit);
+            let reads = self.program.lies_in_a_tier(unit) && !self.writes_copy(unit);
             // The copies before it may have been written without a fetch that waited for the last
             // pass.
             let before = before.or_else(|| {
@@ -126,7 +126,7 @@ impl Lowering<'_> {
             // The gradients are on the host already.
             Some(Tier::Host) if self.strategy.offload.gradients.is_some() => fetch,
             Some(Tier::Host) => fetch.moving(self.sizes.of_chunk(unit, chunk, self.strategy.bytes.gradient)),
-            Some(Tier::Disk) => {
+            Some(Tier::Disk | Tier::Encoded(_)) => {
                 let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
                 let gradients = self.gradients_with(unit, chunk);
                 let fetch = fetch.moving(masters + optimizer + gradients).taking(MemoryKind::Masters, masters);
@@ -150,7 +150,7 @@ impl Lowering<'_> {
             needs.push(Some(self.fetched[self.updated]));
         }
         self.updated += 1;
-        if offload.parameters.is_some() && self.writes_copy(unit) && chunk == 0 {
+        if self.program.lies_in_a_tier(unit) && self.writes_copy(unit) && chunk == 0 {
             instruction = instruction.taking(MemoryKind::Parameters, self.sizes.parameters(unit));
             needs.push(self.room(&self.copies_evicted));
         }
@@ -163,7 +163,7 @@ impl Lowering<'_> {
                 let copy = self.sizes.of_chunk(unit, chunk, self.strategy.bytes.parameter);
                 written = self.builder.push(evict.moving(copy), [update]);
             }
-            Some(Tier::Disk) => {
+            Some(Tier::Disk | Tier::Encoded(_)) => {
                 let [masters, optimizer] = self.sizes.optimizer_chunk(unit, chunk);
                 let evict = evict.moving(masters + optimizer).giving_back(MemoryKind::Masters, masters);
                 let evict = evict.giving_back(MemoryKind::Optimizer, optimizer);
@@ -185,7 +185,7 @@ impl Lowering<'_> {
             let message = self.sizes.trained(unit, self.strategy.bytes.parameter);
             written = self.builder.push(gather.moving(message), [written]);
         }
-        if self.strategy.offload.parameters.is_some() {
+        if self.program.lies_in_a_tier(unit) {
             let evicted = self.drop_parameters(unit, written, true);
             self.copies_evicted.push(evicted);
         }
@@ -212,7 +212,7 @@ impl Lowering<'_> {
         let offload = &self.strategy.offload;
         let sum = |of: &dyn Fn(u32) -> u64| self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64;
         let gradient = |unit| self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.gradient);
-        let copies_held = self.holds.iter().map(|unit| self.sizes.parameters(*unit)).sum::<u64>() as i64;
+        let copies_held = self.holds.iter().map(|unit| self.sizes.staying(*unit)).sum::<u64>() as i64;
         // Fewer servers than ranks hold the shards of several ranks each.
         let of_server = |bytes: u64| match self.strategy.server {
             Some(server) if self.program.rank >= server.servers => 0,
@@ -220,7 +220,7 @@ impl Lowering<'_> {
             None => bytes,
         };
         let effects = [
-            (MemoryKind::Parameters, offload.parameters, copies_held),
+            (MemoryKind::Parameters, None, copies_held),
             (MemoryKind::Masters, offload.optimizer, sum(&|unit| of_server(self.sizes.optimizer(unit)[0]))),
             (MemoryKind::Gradients, offload.gradients, sum(&gradient)),
             (MemoryKind::Optimizer, offload.optimizer, sum(&|unit| of_server(self.sizes.optimizer(unit)[1]))),

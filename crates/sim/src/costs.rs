@@ -199,7 +199,10 @@ impl Costs {
                 self.stream_s(f64::from(self.stack.state.gradient) * read)
                     + self.collective(Operation::AllReduce, 8.0, mesh.ranks(), 1)
             }
-            Action::Fetch { .. } | Action::Evict { .. } => bytes / (self.cluster.device.host_gb_s * 1e9),
+            action @ (Action::Fetch { .. } | Action::Evict { .. }) => match program.tier_of(action) {
+                Some(Tier::Encoded(_)) => self.stream_s(2.0 * bytes),
+                _ => bytes / (self.cluster.device.host_gb_s * 1e9),
+            },
             Action::Fold { unit, .. } => self.stream_s(12.0 * self.unit(unit).elements),
             Action::Load { .. }
             | Action::Count { .. }
@@ -421,6 +424,7 @@ impl Units {
                 flat_elements: unit.elements as u64,
                 matrices: Vec::new(),
                 frozen_elements: 0,
+                encodable: Vec::new(),
                 borrows: if tied && index == last { vec![0] } else { Vec::new() },
                 saved_bytes: unit.saved.map(round),
                 output_bytes: (unit.output * context) as u64,

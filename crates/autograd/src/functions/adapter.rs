@@ -1,4 +1,5 @@
-//! The low-rank addition of an adapter to a product (LoRA, Hu et al. 2021).
+//! The low-rank addition of an adapter to a product (LoRA, Hu et al. 2021), and the magnitudes of
+//! the sum (DoRA, Liu et al. 2024).
 //!
 //! Its result is the residual that the product's epilogue adds, so the sum costs no pass over
 //! memory. In backward it adds to the gradient of x that the product has computed.
@@ -6,9 +7,9 @@
 use super::linear::LinearOptions;
 use super::prelude::*;
 use crate::{Adapter, AdapterOutputs};
-use trainyard_tensor::cpu::elementwise::Binary;
+use trainyard_tensor::cpu::elementwise::{Binary, Unary};
 use trainyard_tensor::cpu::gemm::Activation;
-use trainyard_tensor::ops::plain;
+use trainyard_tensor::ops::plain::{self, Dims};
 use trainyard_tensor::{DType, Purpose};
 
 /// `scale (x aᵀ) bᵀ + residual`; inputs are x, a, b and, where present, the residual.
@@ -28,6 +29,20 @@ impl Tape<'_> {
         adapter: Adapter,
     ) -> Result<Var> {
         let LinearOptions { bias, activation, residual } = options;
+        if adapter.magnitude.is_some() {
+            let sum = self.low_rank(x, None, adapter.clone())?;
+            let sum = self.own_linear(x, w, LinearOptions { residual: Some(&sum), ..LinearOptions::default() })?;
+            let value = |id| self.parameter(id).map(|parameter| parameter.value);
+            let norms = row_norms(&value(w)?, &value(adapter.a)?, &value(adapter.b)?, &adapter)?;
+            let mut y = self.magnitude(&sum, norms, adapter)?;
+            if let Some(bias) = bias {
+                y = self.add_bias(&y, bias)?;
+            }
+            if activation != Activation::None {
+                y = self.activate(&y, activation)?;
+            }
+            return residual.map_or(Ok(y.clone()), |residual| self.add(&y, residual));
+        }
         if activation == Activation::None {
             let sum = self.low_rank(x, residual, adapter)?;
             return self.own_linear(x, w, LinearOptions { bias, activation, residual: Some(&sum) });
@@ -40,8 +55,7 @@ impl Tape<'_> {
     }
 
     /// `scale (x aᵀ) bᵀ + residual`: x [m, k], residual and result [m, n]. [`Tape::linear`] calls
-    /// it
-    /// for weights that have an adapter.
+    /// it for weights that have an adapter.
     pub fn low_rank(&mut self, x: &Var, residual: Option<&Var>, adapter: Adapter) -> Result<Var> {
         let (down, up) = (self.parameter(adapter.a)?.value, self.parameter(adapter.b)?.value);
         let (narrow, _) = ops::linear(x.tensor(), &down, None, Activation::None, None, false)?;
@@ -51,6 +65,74 @@ impl Tape<'_> {
         inputs.extend(residual.map(Operand::from));
         let function = LowRank { adapter, residual: residual.is_some() };
         self.record_one(function, &inputs, y, |tape| vec![tape.save(x), Saved::Tensor(narrow)])
+    }
+
+    /// `z ⊙ m / norms`: z [m, n], and m the magnitudes of `adapter` (Liu et al. 2024, equation 5).
+    /// No gradient goes through the norms [n], which are those of the rows that z was multiplied by
+    /// (section 4.3). [`Tape::linear`] calls it for weights whose adapter has magnitudes.
+    pub fn magnitude(&mut self, z: &Var, norms: Tensor, adapter: Adapter) -> Result<Var> {
+        let of = adapter.magnitude.expect("the adapter has magnitudes");
+        let gains = gains(&self.parameter(of)?.value, &norms, &adapter)?;
+        let y = plain::binary(Binary::Mul, z.tensor(), &gains)?;
+        let inputs = [Operand::from(z), of.into()];
+        self.record_one(Magnitude { adapter }, &inputs, y, |tape| vec![tape.save(z), Saved::Tensor(norms)])
+    }
+}
+
+/// `z ⊙ m / |v|`; inputs are z and m.
+#[derive(Clone, Debug)]
+pub struct Magnitude {
+    adapter: Adapter,
+}
+
+/// The norms of the rows of `w + scale b a`, [n]: the magnitudes of a weight as it is, if `b` is
+/// zero.
+///
+/// # Errors
+/// Shapes and dtypes that do not fit each other.
+pub fn row_norms(w: &Tensor, down: &Tensor, up: &Tensor, adapter: &Adapter) -> Result<Tensor> {
+    let down = plain::transpose(down, 0, 1)?;
+    let (sum, _) = ops::linear(&scaled(up, adapter)?, &down, None, Activation::None, Some(w), false)?;
+    let squares = plain::sum(&plain::unary(Unary::Square, &sum)?, &Dims::from(1))?;
+    Ok(plain::unary(Unary::Sqrt, &squares)?)
+}
+
+/// The factors of all outputs: `m / norms`, and 1 where no pair adds anything.
+fn gains(magnitudes: &Tensor, norms: &Tensor, adapter: &Adapter) -> Result<Tensor> {
+    let mut parts = Vec::with_capacity(adapter.outputs.len());
+    let mut first = 0;
+    for AdapterOutputs { count, from } in adapter.outputs.iter() {
+        let own = norms.narrow(first..first + count)?;
+        first += count;
+        let of_rows = match *from {
+            Some((_, row)) => magnitudes.narrow(row..row + count)?,
+            None => own.clone(),
+        };
+        parts.push(plain::binary(Binary::Div, &of_rows, &own)?);
+    }
+    Ok(plain::concat(&parts.iter().collect::<Vec<_>>(), 0)?)
+}
+
+impl Differentiable for Magnitude {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
+        let (adapter, norms) = (&self.adapter, cx.saved(1)?);
+        if let Some(target) = cx.gradient_target(1)? {
+            let products = plain::binary(Binary::Mul, &dy, &cx.saved(0)?)?;
+            let of_gains = plain::binary(Binary::Div, &plain::sum(&products, &Dims::from(0))?, &norms)?;
+            let mut first = 0;
+            for AdapterOutputs { count, from } in adapter.outputs.iter() {
+                let own = of_gains.narrow(first..first + count)?;
+                first += count;
+                let Some((_, row)) = *from else { continue };
+                ops::accumulate(&own, &mut target.tensor.narrow(row..row + count)?, target.overwrite)?;
+            }
+        }
+        if cx.wants(0)? {
+            let gains = gains(&cx.parameter(1)?.value, &norms, adapter)?;
+            cx.add_gradient(0, plain::binary(Binary::Mul, &dy, &gains)?)?;
+        }
+        Ok(())
     }
 }
 

@@ -21,6 +21,7 @@ mod norm;
 mod plain;
 mod pointwise;
 
+pub use adapter::row_norms;
 pub use experts::{Direction, RowExchange, Traffic};
 pub use linear::LinearOptions;
 pub use norm::Gains;
@@ -112,6 +113,7 @@ functions! {
     Bias(pointwise::Bias):                      "bias",                 "nothing",                           "m d; m d",                 kept;
     Linear(linear::Linear):                     "linear",               "x; x wT + b if activated",          "2 m n k; 4 m n k",         kept;
     LowRank(adapter::LowRank):                  "low_rank",             "x, x aT",                           "2 m (n + k) r; 4 m (n + k) r", kept;
+    Magnitude(adapter::Magnitude):              "magnitude",            "x, norms of rows",                  "m n + 2 n k r; 3 m n",    kept;
     LinearCrossEntropy(loss::LinearCrossEntropy): "linear_cross_entropy", "x, or dx when gradients are at hand", "2 m v d; 4 or 6 m v d", kept;
     DistillationLoss(loss::DistillationLoss):   "distillation_loss",    "x, the teacher's x, or dx",         "2 m v (d + d'); 4 or 6 m v d", kept;
     PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;

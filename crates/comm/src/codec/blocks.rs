@@ -2,7 +2,7 @@
 //! vectors of the machine, and give the bytes of the [oracle](super::oracle).
 
 use super::oracle::{self, SMALLEST, nan_block};
-use super::{Rounding, round_up, scale_of, signed};
+use super::{NF4, NF4_GROUP, Rounding, nf4_middles, round_up, scale_of, signed};
 use half::bf16;
 use trainyard_program::BlockCodec;
 
@@ -60,6 +60,7 @@ fn encode_blocks(codec: BlockCodec, values: &[f32], residual: Option<&mut [f32]>
         BlockCodec::Bf16 => each_block::<BLOCK>(codec, values, residual, message, bf16_block),
         BlockCodec::Int8 => each_block::<BLOCK>(codec, values, residual, message, int8_block),
         BlockCodec::Int4 => each_block::<BLOCK>(codec, values, residual, message, int4_block),
+        BlockCodec::Nf4 => each_block::<BLOCK>(codec, values, residual, message, nf4_block),
         BlockCodec::OneBit => each_block::<BLOCK>(codec, values, residual, message, one_bit_block),
         BlockCodec::TopK { .. } => each_block::<WIDE>(codec, values, residual, message, top_k_block),
     }
@@ -154,6 +155,36 @@ fn int4_block(input: &[f32; BLOCK], largest: u32, sent: &mut [f32; BLOCK], messa
 }
 
 #[inline(always)]
+fn nf4_block(input: &[f32; BLOCK], _: u32, sent: &mut [f32; BLOCK], message: &mut [u8]) {
+    const MIDDLES: [f32; 15] = nf4_middles();
+    let mut codes = [0u8; BLOCK];
+    for (group, values) in input.as_chunks::<NF4_GROUP>().0.iter().enumerate() {
+        let largest = values.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+        let bits = if largest < SMALLEST { 0 } else { rounded(largest).min(u32::from(bf16::MAX.to_bits())) };
+        let scale = f32::from_bits(bits << 16);
+        put_scale(scale, &mut message[2 * group..]);
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        let first = group * NF4_GROUP;
+        for i in 0..NF4_GROUP {
+            let place = values[i] * inverse;
+            let code = MIDDLES.iter().map(|middle| u32::from(place > *middle)).sum::<u32>();
+            codes[first + i] = code as u8;
+            sent[first + i] = NF4[code as usize] * scale;
+        }
+    }
+    let (low, high) = codes.split_at(BLOCK / 2);
+    let halves = low.iter().zip(high);
+    message[8..].iter_mut().zip(halves).for_each(|(byte, (low, high))| *byte = low | high << 4);
+}
+
+/// The values of 64 codes, which lie in the low or the high halves of `codes`.
+#[inline(always)]
+fn nf4_group(codes: &[u8], shift: u32, scale: f32, values: &mut [f32]) {
+    let scaled = NF4.map(|code| code * scale);
+    values.iter_mut().zip(codes).for_each(|(value, byte)| *value = scaled[usize::from(byte >> shift & 15)]);
+}
+
+#[inline(always)]
 fn one_bit_block(input: &[f32; BLOCK], _: u32, sent: &mut [f32; BLOCK], message: &mut [u8]) {
     let mut parts = [0.0f32; 16];
     for values in input.as_chunks::<16>().0 {
@@ -239,6 +270,13 @@ fn decode_blocks(codec: BlockCodec, message: &[u8], values: &mut [f32]) {
                 let (low, high) = values.split_at_mut(BLOCK / 2);
                 low.iter_mut().zip(codes).for_each(|(value, code)| *value = f32::from((code << 4) >> 4) * scale);
                 high.iter_mut().zip(codes).for_each(|(value, code)| *value = f32::from(code >> 4) * scale);
+            }
+            BlockCodec::Nf4 => {
+                let (scales, codes) = message.split_at(8);
+                for (group, values) in values.as_chunks_mut::<NF4_GROUP>().0.iter_mut().enumerate() {
+                    let codes = &codes[group % 2 * NF4_GROUP..][..NF4_GROUP];
+                    nf4_group(codes, group as u32 / 2 * 4, scale_of(&scales[2 * group..]), values);
+                }
             }
             BlockCodec::OneBit => {
                 let magnitude = scale_of(message).to_bits();

@@ -8,12 +8,14 @@
 //! | `bf16` | 256 x bf16 |
 //! | `int8` | bf16 scale, 256 x i8 |
 //! | `int4` | bf16 scale, 128 bytes: byte `i` has element `i` low and `i + 128` high |
+//! | `nf4` | bf16 scales of 4 x 64 elements, 128 bytes of places in [`NF4`], as in `int4` |
 //! | `one_bit` | bf16 magnitude, 32 bytes: bit `k` of byte `j` is the sign of element `j + 32 k` |
 //! | `top_k` | places as u16, ascending, then values as bf16 |
 //!
 //! A scale is rounded up to a bf16, so a code times its scale is exact in f32. The difference
 //! between a value and what is sent of it is then exact too, except with `one_bit`, where values
-//! far smaller than the block's magnitude lose bits below `2^-24` of it.
+//! far smaller than the block's magnitude lose bits below `2^-24` of it, and with `nf4`, whose
+//! difference is rounded to f32. `nf4` always rounds to the nearest code.
 //!
 //! A block with a value that is not finite is sent as a block of NaN, so every rank sees it. Its
 //! residual stays as it was.
@@ -28,6 +30,28 @@ use bytemuck::cast_slice;
 use half::bf16;
 use trainyard_base::philox4x32;
 use trainyard_program::BlockCodec;
+
+/// The codes of NF4: means of quantiles of a normal distribution, so that each is as frequent as the
+/// others among weights (Dettmers et al. 2023, appendix E).
+#[rustfmt::skip]
+pub const NF4: [f32; 16] = [
+    -1.0, -0.696_192_8, -0.525_073_05, -0.394_917_5, -0.284_441_38, -0.184_773_43, -0.091_050_036, 0.0,
+    0.079_580_3, 0.160_930_2, 0.246_112_3, 0.337_915_24, 0.440_709_83, 0.562_617, 0.722_956_84, 1.0,
+];
+
+/// Elements that have one scale in `nf4`.
+const NF4_GROUP: usize = 64;
+
+/// The middles between the codes of NF4.
+const fn nf4_middles() -> [f32; 15] {
+    let mut middles = [0.0; 15];
+    let mut i = 0;
+    while i < 15 {
+        middles[i] = 0.5 * (NF4[i] + NF4[i + 1]);
+        i += 1;
+    }
+    middles
+}
 
 /// The way in which values between two codes are rounded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

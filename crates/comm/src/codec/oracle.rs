@@ -1,7 +1,7 @@
 //! The codecs as their definition, one element at a time. The fast kernels are tested against
 //! these, and must give the same bytes.
 
-use super::{Rounding, round_up, scale_of, uniforms};
+use super::{NF4, NF4_GROUP, Rounding, nf4_middles, round_up, scale_of, uniforms};
 use half::bf16;
 use trainyard_program::BlockCodec;
 
@@ -77,6 +77,22 @@ fn encode_block(
                 _ => (0..128).for_each(|i| message[2 + i] = (code(i) as u8 & 15) | (code(i + 128) as u8) << 4),
             }
         }
+        BlockCodec::Nf4 => {
+            let mut codes = [0u8; 256];
+            for (group, values) in input.chunks(NF4_GROUP).enumerate() {
+                let largest = values.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+                let scale = if largest < SMALLEST { bf16::ZERO } else { bf16::from_f32(largest) };
+                // The largest f32 round to an infinite bf16.
+                let scale = if scale.is_finite() { scale } else { bf16::MAX };
+                message[2 * group..2 * group + 2].copy_from_slice(&scale.to_le_bytes());
+                let inverse = if scale == bf16::ZERO { 0.0 } else { 1.0 / scale.to_f32() };
+                for (i, value) in values.iter().enumerate() {
+                    let place = value * inverse;
+                    codes[group * NF4_GROUP + i] = nf4_middles().iter().filter(|middle| place > **middle).count() as u8;
+                }
+            }
+            (0..128).for_each(|i| message[8 + i] = codes[i] | codes[i + 128] << 4);
+        }
         BlockCodec::OneBit => {
             // The sum has sixteen parts, as vectors have it.
             let mut parts = [0.0f32; 16];
@@ -116,6 +132,10 @@ pub(super) fn nan_block(codec: BlockCodec, message: &mut [u8]) {
             places.for_each(|(number, bytes)| bytes.copy_from_slice(&(number as u16).to_le_bytes()));
             values.chunks_mut(2).for_each(|bytes| bytes.copy_from_slice(&nan));
         }
+        BlockCodec::Nf4 => {
+            message.fill(0);
+            message[..8].chunks_mut(2).for_each(|bytes| bytes.copy_from_slice(&nan));
+        }
         _ => {
             message.fill(0);
             message[..2].copy_from_slice(&nan);
@@ -140,6 +160,12 @@ pub fn decode(codec: BlockCodec, message: &[u8], values: &mut [f32]) {
                     let byte = message[2 + i % 128] as i8;
                     let code = if i < 128 { (byte << 4) >> 4 } else { byte >> 4 };
                     *value = f32::from(code) * scale_of(message);
+                }
+            }
+            BlockCodec::Nf4 => {
+                for (i, value) in values.iter_mut().enumerate() {
+                    let code = message[8 + i % 128] >> (i / 128 * 4) & 15;
+                    *value = NF4[code as usize] * value_at(2 * (i / NF4_GROUP));
                 }
             }
             BlockCodec::OneBit => {

@@ -1,9 +1,10 @@
 use super::*;
 
-const CODECS: [BlockCodec; 6] = [
+const CODECS: [BlockCodec; 7] = [
     BlockCodec::Bf16,
     BlockCodec::Int8,
     BlockCodec::Int4,
+    BlockCodec::Nf4,
     BlockCodec::OneBit,
     BlockCodec::TopK { kept: 41 },
     BlockCodec::TopK { kept: 4096 },
@@ -68,7 +69,8 @@ fn what_is_sent_and_the_residual_are_the_input() {
             let sent = decoded(codec, &message, whole.len());
             for i in 0..whole.len() {
                 let (sum, whole) = (f64::from(sent[i]) + f64::from(residual[i]), f64::from(whole[i]));
-                let lost = if codec == BlockCodec::OneBit { 2f64.powi(-23) * f64::from(sent[i].abs()) } else { 0.0 };
+                let is_rounded = matches!(codec, BlockCodec::OneBit | BlockCodec::Nf4);
+                let lost = if is_rounded { 2f64.powi(-23) * f64::from(sent[i].abs()) } else { 0.0 };
                 assert!((sum - whole).abs() <= lost, "{codec:?}: {sum:e} is not {whole:e}");
             }
         }
@@ -147,7 +149,7 @@ fn a_block_that_is_not_finite_is_seen_and_its_residual_stays() {
 
 #[test]
 fn tiny_and_huge_blocks_are_sent_without_overflow() {
-    for codec in CODECS {
+    for codec in CODECS.into_iter().filter(|codec| *codec != BlockCodec::Nf4) {
         for value in [0.0, f32::MIN_POSITIVE / 8.0, 1e-38, 1e-29, 3e38, -3e38] {
             let mut residual = vec![0.0; 4096];
             let message = encoded(codec, &[value; 4096], Some(&mut residual), Rounding::Nearest);
@@ -155,6 +157,25 @@ fn tiny_and_huge_blocks_are_sent_without_overflow() {
             let exact = |i: usize| f64::from(sent[i]) + f64::from(residual[i]) == f64::from(value);
             assert!((0..4096).all(exact), "{codec:?} of {value:e}: {} + {}", sent[0], residual[0]);
         }
+    }
+}
+
+#[test]
+fn nf4_takes_the_nearest_code_and_keeps_tiny_and_huge_blocks() {
+    let input = values(256 * 16, 4);
+    let sent = decoded(BlockCodec::Nf4, &encoded(BlockCodec::Nf4, &input, None, Rounding::Nearest), input.len());
+    for (input, sent) in input.chunks(64).zip(sent.chunks(64)) {
+        let largest = input.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+        let scale = half::bf16::from_f32(largest).to_f32();
+        for (value, sent) in input.iter().zip(sent) {
+            let nearest = NF4.iter().map(|code| (code * scale - value).abs()).fold(f32::INFINITY, f32::min);
+            assert!((sent - value).abs() <= nearest + 1e-6 * scale, "{value} as {sent}");
+        }
+    }
+    for value in [0.0, f32::MIN_POSITIVE, 1e-29, 1e-3, f32::MAX, -3e38] {
+        let message = encoded(BlockCodec::Nf4, &[value; 256], None, Rounding::Nearest);
+        let sent = decoded(BlockCodec::Nf4, &message, 256);
+        assert!(sent.iter().all(|sent| (sent - value).abs() <= value.abs() / 256.0 + 1e-30), "{value:e}: {}", sent[0]);
     }
 }
 

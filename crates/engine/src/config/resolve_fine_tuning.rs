@@ -3,14 +3,26 @@
 use super::resolve::Resolver;
 use super::sections_fine_tuning::*;
 use super::value::Names;
+use super::{DeviceKind, OffloadTier, UpdateRule};
 use crate::shape::{ADAPTER_RANK as RANK, adapter_alpha};
 
 impl Resolver {
     /// Resolves `[fine_tuning]`.
     pub(super) fn fine_tuning(&mut self) {
         let section = self.config.fine_tuning.clone();
-        let FineTuningSection { adapter, rank, alpha, rank_stabilised, targets, from, freeze, train, layer_rate_decay } =
-            section;
+        let FineTuningSection {
+            adapter,
+            rank,
+            alpha,
+            rank_stabilised,
+            targets,
+            from,
+            base_dtype,
+            freeze,
+            train,
+            layer_rate_decay,
+        } = section;
+        self.base(base_dtype, adapter == AdapterMethod::None && freeze.0.is_empty());
         if let Some(decay) = layer_rate_decay {
             self.within("fine_tuning.layer_rate_decay", decay, f64::MIN_POSITIVE, 1.0);
             if adapter != AdapterMethod::None {
@@ -38,6 +50,28 @@ impl Resolver {
             let everything = Names(Vec::new());
             self.settle("fine_tuning.targets", &targets, everything, "all linear layers of the blocks");
             self.path_exists("fine_tuning.from", from.as_ref());
+        }
+    }
+    /// Checks that frozen matrices can lie in memory as `base`.
+    fn base(&mut self, base: BaseDtype, nothing_frozen: bool) {
+        if base == BaseDtype::Compute {
+            return;
+        }
+        let config = &self.config;
+        let lacks = [
+            (nothing_frozen, "something frozen: fine_tuning.adapter = \"lora\", or patterns in fine_tuning.freeze"),
+            (matches!(config.compute.device, DeviceKind::Cuda(_)), "compute.device = \"cpu\""),
+            (config.offload.parameters != OffloadTier::None, "memory.offload.parameters = \"none\""),
+            (
+                config.parallel.zero_stage == Some(3),
+                "parallel.zero_stage = 2 or less, because the base is whole on every rank",
+            ),
+            (config.update.rule != UpdateRule::Synchronous, "update.rule = \"synchronous\""),
+        ];
+        let lacks: Vec<&str> = lacks.iter().filter(|(asked, _)| *asked).map(|(_, need)| *need).collect();
+        if !lacks.is_empty() {
+            let message = format!("fine_tuning.base_dtype = \"{base}\" needs {}", lacks.join("; "));
+            self.problem("fine_tuning.base_dtype", message);
         }
     }
 }

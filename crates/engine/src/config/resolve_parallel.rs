@@ -2,7 +2,7 @@
 
 use super::resolve::Resolver;
 use super::sections::*;
-use super::sections_fine_tuning::AdapterMethod;
+use super::sections_fine_tuning::{AdapterMethod, BaseDtype};
 use super::sections_parallel::*;
 use super::{Batch, Cuts, DeviceKind, Inputs, ModelSource, Reshard};
 use crate::shape::known_schedule;
@@ -431,6 +431,7 @@ impl Resolver {
         let offload = &self.config.offload;
         let fetches =
             [offload.parameters, offload.activations, offload.gradients].iter().any(|tier| *tier != OffloadTier::None);
+        let fetches = fetches || self.config.fine_tuning.base_dtype != BaseDtype::Compute;
         if parallel.zero_stage == 3 || fetches {
             let because = "one unit ahead hides a gather or a fetch";
             parallel.prefetch = self.settle("parallel.prefetch", &section.prefetch, 1, because);

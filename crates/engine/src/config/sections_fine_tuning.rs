@@ -11,6 +11,21 @@ choices! {
         None = "none",
         /// Two narrow matrices whose product is added to each weight (LoRA, Hu et al. 2021).
         Lora = "lora",
+        /// The same, and a trained norm for each row of the sum (DoRA, Liu et al. 2024).
+        Dora = "dora",
+    }
+}
+
+choices! {
+    /// The form of frozen matrices in memory.
+    BaseDtype {
+        /// That in which they are multiplied: `precision.compute`.
+        Compute = "compute",
+        /// 8-bit integers with a scale per 256 elements.
+        Int8 = "int8",
+        /// 4-bit codes of the quantiles of a normal distribution with a scale per 64 elements
+        /// (QLoRA, Dettmers et al. 2023).
+        Nf4 = "nf4",
     }
 }
 
@@ -19,7 +34,7 @@ section! {
     /// trained has no gradient, no f32 master and no optimizer state, and is not in checkpoints.
     FineTuningSection = "fine_tuning" {
         /// Adapters on linear layers. The model itself is then frozen.
-        #[elsewhere("peft_type", "use_peft", "finetuning_type")]
+        #[elsewhere("peft_type", "use_peft", "finetuning_type", "use_dora")]
         adapter: AdapterMethod = AdapterMethod::None;
         /// Width between an adapter's two matrices. Unset: 16.
         #[elsewhere("lora_rank", "lora_r", "r", "lora_dim")]
@@ -37,6 +52,10 @@ section! {
         /// A folder with a PEFT adapter (`adapter_config.json`, `adapter_model.safetensors`) to
         /// begin with. Rank, alpha and targets must be its own. Unset: adapters that add nothing.
         from: Option<PathBuf> = None;
+        /// The form in which the frozen matrices of blocks lie in memory. A block's are decoded while
+        /// it runs. Embedding, head, norms and routers stay as they are.
+        #[elsewhere("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "quantization_bit")]
+        base_dtype: BaseDtype = BaseDtype::Compute;
         /// Patterns of parameters that are not trained: `embedding.*`, `block.*.norm1.weight`. `*`
         /// stands for any characters. A pattern that no parameter matches is an error.
         #[elsewhere("freeze_params", "freeze_layers")]

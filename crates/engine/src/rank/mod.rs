@@ -18,6 +18,7 @@ mod exchanges;
 mod forwards;
 mod graphs;
 mod ledger;
+mod magnitudes;
 mod messages;
 mod offload;
 mod offloaded_activations;
@@ -248,7 +249,7 @@ impl Rank {
     pub(crate) fn initialise_by(&mut self, seed: u64) -> Result<()> {
         let specs: std::collections::BTreeMap<_, _> =
             self.model.parameters().map(|(id, spec)| (id, spec.clone())).collect();
-        self.set_parameters(|id, range, values| initial_values(values, id, &specs[&id], range, seed))
+        self.set_parameters_anew(|id, range, values| initial_values(values, id, &specs[&id], range, seed))
     }
 
     /// The seed of initial values and of dropout.

@@ -105,7 +105,7 @@ impl Rank {
                 self.parameters.complete_copy(number, &links.shard)?;
             }
             if self.parameters.is_offloaded() {
-                self.parameters.write(number)?;
+                self.parameters.write_all(number, what == Setting::All)?;
                 self.parameters.give_back(number);
             }
         }

@@ -6,9 +6,11 @@
 //! Lanes share buffers by handle. A lane copies a unit's handle under a lock and then works on the
 //! buffer without one, because the program's dependencies order the lanes.
 
+mod encoded_copy;
 mod gradients;
 mod parameters;
 
+pub(crate) use encoded_copy::encodable;
 pub use gradients::{AfterBackward, GradientState};
 pub(crate) use parameters::initial_values;
 pub use parameters::{ParameterState, UnitParameters};

@@ -5,6 +5,7 @@
 //!   the masters themselves. It may be a shard, and may be offloaded;
 //! - the *whole*: all of a unit's parameters, gathered from other ranks if the copy is a shard.
 
+use super::encoded_copy::{EncodedCopy, encodable};
 use super::{Holding, lock, overlap};
 use crate::constraints::{GridMatrices, WeightConstraints};
 use crate::gathers::EncodedGathers;
@@ -29,6 +30,8 @@ pub struct ParameterState {
     holding: Holding,
     /// The tier of copies that are not in use; None if they stay on the device.
     lower: Option<Lower>,
+    /// The codec of copies that lie encoded in memory; None: copies lie as they are.
+    codec: Option<BlockCodec>,
     /// True if masters are separate from the copies.
     apart: bool,
     units: Vec<UnitParameters>,
@@ -57,6 +60,8 @@ pub struct UnitParameters {
     offset: u64,
     /// The copy on the host, if it lies there.
     on_host: Option<Tensor>,
+    /// The copy at rest, if a part of it lies encoded in memory.
+    at_rest: Option<EncodedCopy>,
     /// The parameters that can be read now.
     present: Mutex<Present>,
 }
@@ -89,10 +94,10 @@ impl ParameterState {
         // A server updates its masters while the rank computes with its copy.
         let separate = constraints.separate_masters(compute) || holding.server.is_some();
         let with_state = tiers.has_masters(separate);
-        let (lower, apart) = (tiers.parameters.clone(), separate || with_state);
+        let (lower, codec, apart) = (tiers.parameters.clone(), tiers.encoded, separate || with_state);
         let (units, adapters) = (Vec::new(), model.adapters().clone());
         let (encoded, own) = (None, device.clone());
-        let mut state = ParameterState { device: own, compute, holding, lower, apart, units, adapters, encoded };
+        let mut state = ParameterState { device: own, compute, holding, lower, codec, apart, units, adapters, encoded };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
@@ -107,9 +112,15 @@ impl ParameterState {
             unit.on_host = host.as_ref().filter(|_| unit.copy_elements() > 0).map(on_host).transpose()?;
             state.units.push(unit);
         }
-        if state.lower.is_none() {
-            state.held().try_for_each(|unit| state.take(unit))?;
+        if let Some(codec) = state.codec {
+            for (number, unit) in state.units.iter_mut().enumerate().filter(|(unit, _)| state.holding.holds(*unit)) {
+                let encodable = encodable(model, number);
+                unit.at_rest = EncodedCopy::new(device, codec, &unit.layout, &encodable, compute)?;
+            }
         }
+        (0..state.units.len())
+            .filter(|unit| state.holding.holds(*unit) && !state.visits(*unit))
+            .try_for_each(|unit| state.put_zeros(unit))?;
         Ok(state)
     }
 
@@ -119,6 +130,21 @@ impl ParameterState {
             let regions = |unit: &UnitParameters| unit.layout.regions().map(|region| region.len()).max();
             let largest = self.units.iter().filter_map(regions).max().unwrap_or(0) / self.holding.shards;
             self.encoded = Some(EncodedGathers::new(&self.device, codec, largest, self.holding.shards)?);
+        }
+        Ok(())
+    }
+
+    /// Rounds the frozen matrices that `codec` encodes, in copies that are on the device, to what it
+    /// keeps of them.
+    pub(crate) fn round_frozen(&self, model: &Model, codec: BlockCodec) -> Result<()> {
+        for unit in self.held() {
+            let state = &self.units[unit];
+            let at_rest = EncodedCopy::new(&self.device, codec, &state.layout, &encodable(model, unit), self.compute)?;
+            if let Some(at_rest) = at_rest {
+                let copy = state.copy()?;
+                at_rest.write(&copy, true)?;
+                at_rest.fetch(&copy)?;
+            }
         }
         Ok(())
     }
@@ -191,8 +217,17 @@ impl ParameterState {
         self.gather(unit, self.holding.shards, shard)
     }
 
-    /// Allocates zeroed memory for a unit's copy.
+    /// True if a unit's copy is on the device only while it is used.
+    fn visits(&self, unit: usize) -> bool {
+        self.lower.is_some() || self.units[unit].at_rest.is_some()
+    }
+
+    /// Allocates zeroed memory for a unit's copy, unless it stays on the device.
     pub fn take(&self, unit: usize) -> Result<()> {
+        if self.visits(unit) { self.put_zeros(unit) } else { Ok(()) }
+    }
+
+    fn put_zeros(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         let copy = self.device.zeros([unit.copy_elements()], self.compute, Purpose::Params)?;
         unit.put(copy, self.holding.placement.parameters)
@@ -200,6 +235,9 @@ impl ParameterState {
 
     /// Allocates memory for a unit's copy that will be fetched from its tier.
     pub fn take_to_read(&self, unit: usize) -> Result<()> {
+        if !self.visits(unit) {
+            return Ok(());
+        }
         let unit = &self.units[unit];
         let copy = self.device.empty([unit.copy_elements()], self.compute, Purpose::Params)?;
         unit.put(copy, self.holding.placement.parameters)
@@ -218,6 +256,9 @@ impl ParameterState {
 
     /// Frees the memory of a unit's copy.
     pub fn give_back(&self, unit: usize) {
+        if !self.visits(unit) {
+            return;
+        }
         let mut present = lock(&self.units[unit].present);
         present.copy = None;
         if self.holding.placement.parameters == Extent::Full {
@@ -232,7 +273,7 @@ impl ParameterState {
 
     /// True if copies lie in a tier while they are not in use.
     pub fn is_offloaded(&self) -> bool {
-        self.lower.is_some()
+        self.lower.is_some() || self.codec.is_some()
     }
 
     /// True if that tier is on disk.
@@ -248,6 +289,9 @@ impl ParameterState {
     /// Reads a unit's copy from its tier into memory allocated before.
     pub fn fetch(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
+        if let Some(at_rest) = &unit.at_rest {
+            return at_rest.fetch(&unit.copy()?);
+        }
         match (&self.lower, &unit.on_host) {
             (Some(Lower::Disk(store)), _) if !self.device.is_meta() => {
                 Ok(unit.copy()?.overwrite_bytes(|bytes| store.read(unit.offset, bytes))??)
@@ -257,9 +301,17 @@ impl ParameterState {
         }
     }
 
-    /// Writes a unit's copy to its tier.
+    /// Writes a unit's copy to its tier after an update: what is trained of it may have changed.
     pub fn write(&self, unit: usize) -> Result<()> {
+        self.write_all(unit, false)
+    }
+
+    /// Writes a unit's copy to its tier after it was set. `frozen`: what is not trained was set too.
+    pub fn write_all(&self, unit: usize, frozen: bool) -> Result<()> {
         let unit = &self.units[unit];
+        if let Some(at_rest) = &unit.at_rest {
+            return at_rest.write(&unit.copy()?, frozen);
+        }
         match (&self.lower, &unit.on_host) {
             (Some(Lower::Disk(store)), _) if !self.device.is_meta() => {
                 Ok(unit.copy()?.with_bytes(|bytes| store.write(unit.offset, bytes))??)
@@ -274,6 +326,9 @@ impl ParameterState {
     pub fn in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Option<Stored>> {
         let unit = &self.units[unit];
         let within = range.start - unit.copy_range.start;
+        if let Some(at_rest) = &unit.at_rest {
+            return Ok(Some(Stored::Here(at_rest.plain(&(within..within + range.len()))?)));
+        }
         Ok(match (&self.lower, &unit.on_host) {
             (Some(Lower::Disk(store)), _) => {
                 Some(Stored::Away(Arc::clone(store), unit.offset + (within * self.compute.size()) as u64))
@@ -400,6 +455,7 @@ impl UnitParameters {
             on_grid: None,
             offset: 0,
             on_host: None,
+            at_rest: None,
             present,
         })
     }

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use trainyard_program::{Action, Program, State, Tier};
+use trainyard_program::{Action, BlockCodec, Program, State, Tier};
 use trainyard_tensor::{Computes, Device, Tensor, Usage};
 
 /// An error of reading or writing offloaded state.
@@ -97,6 +97,8 @@ pub struct Tiers {
     pub optimizer: Option<Lower>,
     /// Tier of the parameter copies that forward reads.
     pub parameters: Option<Lower>,
+    /// The codec of parameter copies that lie encoded in the rank's own memory.
+    pub encoded: Option<BlockCodec>,
     /// Tier of the activations that forward keeps for backward.
     pub activations: Option<Lower>,
     /// Tier of the gradient sums that the update reads, while nothing is added to them.
@@ -135,6 +137,8 @@ impl Tiers {
                 None => None,
                 Some(Tier::Disk) => Some(Lower::Disk(Arc::new(make(what, bytes)?))),
                 Some(Tier::Host) => Some(Lower::Host(host.clone())),
+                // It is no other memory than the rank's own.
+                Some(Tier::Encoded(_)) => None,
             })
         };
         // Every micro-batch writes a unit's gradients to the same place.
@@ -150,6 +154,10 @@ impl Tiers {
         let is_optimizer = |state| matches!(state, State::Optimizer { .. });
         Ok(Tiers {
             optimizer: one(offload.optimizer, "optimizer", written(is_optimizer))?,
+            encoded: match offload.parameters {
+                Some(Tier::Encoded(codec)) => Some(codec),
+                _ => None,
+            },
             parameters: one(offload.parameters, "parameters", written(|s| s == State::Parameters))?,
             activations: one(offload.activations, "activations", written(is_activations))?,
             gradients: one(offload.gradients, "gradients", sums.values().sum())?,

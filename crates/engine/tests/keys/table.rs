@@ -181,6 +181,7 @@ pub const ROWS: &[Row] = &[
     row("fine_tuning.rank_stabilised", LORA, &["fine_tuning.rank_stabilised=true"], Losses),
     row("fine_tuning.targets", LORA, &["fine_tuning.targets=['q_proj']"], Memory),
     row("fine_tuning.from", LORA, &["fine_tuning.from={F}/hf"], Refused("adapter_config.json")),
+    row("fine_tuning.base_dtype", LORA, &["fine_tuning.base_dtype=nf4"], Memory),
     row("fine_tuning.freeze", &[], &["fine_tuning.freeze=['block.*']"], Memory),
     row("fine_tuning.train", FROZEN, &["fine_tuning.train=['*.norm1.weight']"], Memory),
     row("fine_tuning.layer_rate_decay", &[], &["fine_tuning.layer_rate_decay=0.5"], Losses),

@@ -36,7 +36,6 @@ pub fn read_adapter_config(folder: &Path) -> Result<AdapterSpec, WeightsError> {
         _ => false,
     };
     let unread = [
-        "use_dora",
         "bias",
         "lora_bias",
         "rank_pattern",
@@ -69,7 +68,13 @@ pub fn read_adapter_config(folder: &Path) -> Result<AdapterSpec, WeightsError> {
         }
         other => return Err(fail(format!("target_modules = {other} is no list of names"))),
     };
-    Ok(AdapterSpec { rank: rank as usize, alpha, rank_stabilised: config["use_rslora"] == true, targets })
+    Ok(AdapterSpec {
+        rank: rank as usize,
+        alpha,
+        rank_stabilised: config["use_rslora"] == true,
+        magnitudes: config["use_dora"] == true,
+        targets,
+    })
 }
 
 /// The names of the linear layers that have adapters, sorted.
@@ -106,7 +111,14 @@ impl WeightReader {
         let mut problems = Vec::new();
         if let Some(own) = &model.tuning().adapter {
             let scales = [&stored, own].map(AdapterSpec::scale);
-            if stored.rank != own.rank {
+            if stored.magnitudes != own.magnitudes {
+                let kind = |magnitudes| if magnitudes { "dora" } else { "lora" };
+                problems.push(format!(
+                    "it is an adapter of kind \"{}\", and fine_tuning.adapter is \"{}\"",
+                    kind(stored.magnitudes),
+                    kind(own.magnitudes)
+                ));
+            } else if stored.rank != own.rank {
                 problems.push(format!("it has rank {}, and {} is asked for", stored.rank, own.rank));
             } else if (scales[0] - scales[1]).abs() > 1e-9 * scales[0].abs() {
                 problems.push(format!(
@@ -172,7 +184,7 @@ where
         for source in &parameter.sources {
             let width = parameter.row_elements();
             let own = all[source.rows.start * width..source.rows.end * width].to_vec();
-            tensors.insert(&source.hf_name, (vec![source.rows.len(), width], own));
+            tensors.insert(&source.hf_name, (source.shape(parameter.whole_shape()).to_vec(), own));
         }
     }
     let mut header = serde_json::Map::new();
@@ -207,7 +219,7 @@ where
         "rank_pattern": {},
         "target_modules": targets(model),
         "task_type": "CAUSAL_LM",
-        "use_dora": false,
+        "use_dora": spec.magnitudes,
         "use_rslora": spec.rank_stabilised,
     });
     fs::create_dir_all(folder).map_err(WeightsError::io("creating", folder))?;

@@ -17,6 +17,7 @@ fn tier(tier: Tier) -> &'static str {
     match tier {
         Tier::Host => "host",
         Tier::Disk => "disk",
+        Tier::Encoded(_) => "memory",
     }
 }
 

@@ -111,8 +111,8 @@ impl<'p> StepCheck<'p> {
             received: [false; 2],
             exchanged: [[0; Collective::COUNT]; 2],
         };
-        let unit = Unit {
-            present: program.offload.parameters.is_none(),
+        let unit = |unit: u32| Unit {
+            present: !program.lies_in_a_tier(unit),
             gathered: 0,
             fetched: 0,
             chunks_updated: 0,
@@ -126,7 +126,7 @@ impl<'p> StepCheck<'p> {
             program,
             trains: program.trains(),
             runs: vec![run; program.units.len() * program.micro_batches as usize],
-            units: vec![unit; program.units.len()],
+            units: (0..program.units.len() as u32).map(unit).collect(),
             gradients: Gradients::new(program),
             loaded: 0,
             freed: vec![false; program.micro_batches as usize],
@@ -478,7 +478,7 @@ impl<'p> StepCheck<'p> {
         let offload = &self.program.offload;
         match what {
             State::Parameters => {
-                must(offload.parameters.is_some(), || "parameters do not lie in a tier".to_owned())?;
+                must(self.program.lies_in_a_tier(unit), || "parameters do not lie in a tier".to_owned())?;
                 must(!std::mem::replace(&mut self.units[unit as usize].present, true), here)
             }
             State::Optimizer { chunk } => {
@@ -512,7 +512,7 @@ impl<'p> StepCheck<'p> {
         let state = &mut self.units[unit as usize];
         match what {
             State::Parameters => {
-                must(offload.parameters.is_some(), || "parameters do not lie in a tier".to_owned())?;
+                must(self.program.lies_in_a_tier(unit), || "parameters do not lie in a tier".to_owned())?;
                 self.copy_is_written(unit)?;
                 let state = &mut self.units[unit as usize];
                 must(std::mem::replace(&mut state.present, false), || format!("unit {unit} is not on the device"))?;
@@ -558,10 +558,10 @@ impl<'p> StepCheck<'p> {
             self.all_runs_done(unit)?;
         }
         for unit in self.program.holds() {
-            let (offload, state) = (&self.program.offload, &self.units[unit as usize]);
+            let state = &self.units[unit as usize];
             must(!state.stale, || format!("unit {unit} has parts from before the update"))?;
             must(state.gathered == 0, || format!("unit {unit} is still gathered"))?;
-            must(state.present == offload.parameters.is_none(), || format!("unit {unit} is not in its tier"))?;
+            must(state.present != self.program.lies_in_a_tier(unit), || format!("unit {unit} is not in its tier"))?;
         }
         for unit in &self.trains {
             let (offload, state) = (&self.program.offload, &self.units[*unit as usize]);

@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use trainyard_program::{
-    BackwardPart, ExpertRanks, Keep, Mesh, MicroBatches, ModelShape, Offload, Phase, PipelineSchedule, ReduceSchedule,
-    Reshard, ScheduleTable, StateBytes, Strategy as How, StretchMap, Tier, Turn, UnitShape,
+    BackwardPart, BlockCodec, ExpertRanks, Keep, Mesh, MicroBatches, ModelShape, Offload, Phase, PipelineSchedule,
+    ReduceSchedule, Reshard, ScheduleTable, StateBytes, Strategy as How, StretchMap, Tier, Turn, UnitShape,
 };
 
 /// An embedding, blocks and a head tied to the embedding.
@@ -110,6 +110,10 @@ fn models(units: usize) -> impl Strategy<Value = ModelShape> {
                 1 => flat_elements / 2,
                 _ => 0,
             },
+            encodable: match flat_elements % 5 {
+                0 | 1 if i > 0 && i < last => vec![flat_elements / 3, flat_elements / 8],
+                _ => Vec::new(),
+            },
             borrows: if tied && i == last && i > 0 { vec![0] } else { Vec::new() },
             saved_bytes,
             output_bytes,
@@ -133,11 +137,15 @@ pub fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<
     let reshard = prop::sample::select([vec![Reshard::Always, Reshard::Never], parts].concat());
     let tier = || prop::sample::select(vec![None, None, Some(Tier::Host), Some(Tier::Disk)]);
     let chunk = prop::sample::select(vec![None, Some(4096), Some(3 * 4096)]);
-    let offload = (tier(), tier(), tier(), chunk);
+    let encoded = Some(Tier::Encoded(BlockCodec::Nf4));
+    let of_parameters = prop::sample::select(vec![None, None, encoded, Some(Tier::Host), Some(Tier::Disk)]);
+    let offload = (tier(), of_parameters, tier(), chunk);
     let switches = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     (prop::collection::vec(keep, units), 0u8..4, reshard, 0u32..4, offload, switches).prop_map(
         move |(keep, zero_stage, reshard_after_forward, prefetch, offload, switches)| {
             let (optimizer, parameters, activations, update_chunk) = offload;
+            // What lies encoded is whole on every rank.
+            let parameters = parameters.filter(|tier| zero_stage < 3 || !matches!(tier, Tier::Encoded(_)));
             let (snapshot, per_micro_batch, elastic, mixed, sums) = switches;
             let gradients = optimizer.filter(|_| sums && mesh.pp == 1);
             let even = accumulation.is_power_of_two() && mesh.data_parallel().is_power_of_two();

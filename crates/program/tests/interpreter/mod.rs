@@ -521,7 +521,7 @@ impl Rank {
             };
             let (parameters, masters) = (parts(place.parameters, 1), parts(place.masters, 2));
             UnitState {
-                parameters: offload.parameters.is_none().then(|| parameters.clone()),
+                parameters: (!program.lies_in_a_tier(unit as u32)).then(|| parameters.clone()),
                 parameters_in_tier: parameters,
                 gathered: None,
                 masters: vec![offload.optimizer.is_none().then(|| masters.clone()); chunks],

@@ -137,12 +137,14 @@ impl<'p> HostPrices<'p> {
     }
 
     /// Bytes per second at which state is fetched or evicted: over the GPU's own link to its host,
-    /// or from a disk that all ranks of a host share.
+    /// from a disk that all ranks of a host share, or decoded in memory.
     fn offload_speed(&self, program: &Program, action: Action) -> f64 {
         let (disk, ranks) = (&self.profile.disk, f64::from(self.ranks));
         match (program.tier_of(action), self.profile.transfers) {
             (Some(Tier::Host), Some(link)) if program.leaves_device(action) => link.to_host_bytes_per_s,
             (Some(Tier::Host), Some(link)) => link.to_device_bytes_per_s,
+            // Decoded elements are written, and read from fewer bytes.
+            (Some(Tier::Encoded(_)), _) => self.speeds.copy_bytes_per_s,
             _ if matches!(action, Action::Fetch { .. }) => disk.read_bytes_per_s / ranks,
             _ => disk.write_bytes_per_s / ranks,
         }

@@ -88,7 +88,8 @@ pub fn all(candidate: &Candidate, sequence_length: u64, blocks: usize, cuts: &[u
         let tier = match tier {
             Some(Tier::Host) => "host",
             Some(Tier::Disk) => "disk",
-            None => "none",
+            // The configuration says in what form the base lies.
+            Some(Tier::Encoded(_)) | None => "none",
         };
         sets.push(format!("memory.offload.{part}={tier}"));
     }

@@ -1,0 +1,174 @@
+//! The copy of a unit at rest where its frozen matrices lie encoded in memory (QLoRA, Dettmers et al.
+//! 2023).
+//!
+//! Each matrix is encoded by itself, from its first element on, so what is kept of it does not
+//! depend on where it lies in the unit. Everything else of the copy is kept as it is.
+
+use super::lock;
+use crate::Result;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use std::ops::Range;
+use std::sync::Mutex;
+use trainyard_comm::codec::{self, Rounding};
+use trainyard_model::tuning::is_encodable;
+use trainyard_model::{Model, UnitLayout};
+use trainyard_program::BlockCodec;
+use trainyard_tensor::cpu::Cpu;
+use trainyard_tensor::{DType, Device, Purpose, Scalar, Tensor};
+
+/// Elements that a thread encodes or decodes at a time: a multiple of every codec's block.
+const GRAIN: usize = 1 << 14;
+
+/// The indices of the parameters of `unit` that may lie encoded: none of the embedding and of the
+/// head.
+pub(crate) fn encodable(model: &Model, unit: usize) -> Vec<usize> {
+    if unit == 0 || unit + 1 == model.units().len() {
+        return Vec::new();
+    }
+    let parameters = model.units()[unit].parameters().iter().enumerate();
+    parameters.filter(|(_, spec)| is_encodable(spec)).map(|(index, _)| index).collect()
+}
+
+/// The copy of a unit at rest.
+pub(crate) struct EncodedCopy {
+    codec: BlockCodec,
+    /// The elements of the copy that are encoded, by matrix, and those that are not.
+    matrices: Vec<Range<usize>>,
+    rest: Vec<Range<usize>>,
+    /// The blocks of all matrices, as 16-bit words.
+    blocks: Tensor,
+    /// The elements of `rest`, one range after the other, in the dtype of the copy.
+    plain: Tensor,
+}
+
+impl EncodedCopy {
+    /// Memory for the copy of a unit of which the whole is `layout`; None if nothing of it is
+    /// encoded.
+    pub fn new(
+        device: &Device,
+        codec: BlockCodec,
+        layout: &UnitLayout,
+        encodable: &[usize],
+        dtype: DType,
+    ) -> Result<Option<EncodedCopy>> {
+        let mut matrices: Vec<Range<usize>> = encodable.iter().map(|index| layout.range(*index)).collect();
+        matrices.sort_by_key(|range| range.start);
+        if matrices.is_empty() {
+            return Ok(None);
+        }
+        let starts = [0].into_iter().chain(matrices.iter().map(|range| range.end));
+        let ends = matrices.iter().map(|range| range.start).chain([layout.elements()]);
+        let rest: Vec<Range<usize>> =
+            starts.zip(ends).map(|(start, end)| start..end).filter(|range| !range.is_empty()).collect();
+        let bytes: u64 = matrices.iter().map(|range| codec.bytes(range.len() as u64)).sum();
+        let blocks = device.zeros([bytes as usize / 2], DType::BF16, Purpose::Params)?;
+        let plain = device.zeros([rest.iter().map(Range::len).sum()], dtype, Purpose::Params)?;
+        Ok(Some(EncodedCopy { codec, matrices, rest, blocks, plain }))
+    }
+
+    /// The place in `plain` of elements `range` of the copy, none of which is encoded.
+    pub fn plain(&self, range: &Range<usize>) -> Result<Tensor> {
+        let mut first = 0;
+        for own in &self.rest {
+            if own.contains(&range.start) {
+                return Ok(self.plain.view(first + range.start - own.start, [range.len()])?);
+            }
+            first += own.len();
+        }
+        Err(super::does_not_fit(format!("elements {range:?} lie encoded")))
+    }
+
+    /// Decodes into `copy`, which is whole.
+    pub fn fetch(&self, copy: &Tensor) -> Result<()> {
+        for range in &self.rest {
+            copy.view(range.start, [range.len()])?.copy_from(&self.plain(range)?)?;
+        }
+        self.each_matrix(copy, |mut matrix, blocks, cpu| match matrix.dtype() {
+            DType::F32 => decode::<f32>(cpu, self.codec, &blocks, &mut matrix, |from, to| to.copy_from_slice(from)),
+            DType::F16 => {
+                decode::<f16>(cpu, self.codec, &blocks, &mut matrix, |from, to| to.convert_from_f32_slice(from))
+            }
+            _ => decode::<bf16>(cpu, self.codec, &blocks, &mut matrix, |from, to| to.convert_from_f32_slice(from)),
+        })
+    }
+
+    /// Encodes `copy`, which is whole. Frozen matrices are encoded only if `matrices` is true:
+    /// nothing changes them after they were set.
+    pub fn write(&self, copy: &Tensor, matrices: bool) -> Result<()> {
+        for range in &self.rest {
+            self.plain(range)?.copy_from(&copy.view(range.start, [range.len()])?)?;
+        }
+        if !matrices {
+            return Ok(());
+        }
+        self.each_matrix(copy, |matrix, mut blocks, cpu| match matrix.dtype() {
+            DType::F32 => encode::<f32>(cpu, self.codec, &matrix, &mut blocks, |from, to| to.copy_from_slice(from)),
+            DType::F16 => {
+                encode::<f16>(cpu, self.codec, &matrix, &mut blocks, |from, to| from.convert_to_f32_slice(to))
+            }
+            _ => encode::<bf16>(cpu, self.codec, &matrix, &mut blocks, |from, to| from.convert_to_f32_slice(to)),
+        })
+    }
+
+    /// Calls `f` with every matrix of `copy` and its blocks. Nothing happens on a device without
+    /// memory.
+    fn each_matrix(&self, copy: &Tensor, f: impl Fn(Tensor, Tensor, &Cpu) -> Result<()>) -> Result<()> {
+        let device = copy.device().clone();
+        let Some(cpu) = device.as_cpu() else { return Ok(()) };
+        let mut first = 0;
+        for range in &self.matrices {
+            let words = self.codec.bytes(range.len() as u64) as usize / 2;
+            f(copy.view(range.start, [range.len()])?, self.blocks.view(first, [words])?, cpu)?;
+            first += words;
+        }
+        Ok(())
+    }
+}
+
+/// Decodes `blocks` into `matrix` on all threads. `narrow` converts f32 to the matrix's dtype.
+fn decode<T: Scalar>(
+    cpu: &Cpu,
+    codec: BlockCodec,
+    blocks: &Tensor,
+    matrix: &mut Tensor,
+    narrow: impl Fn(&[f32], &mut [T]) + Sync,
+) -> Result<()> {
+    let run = |blocks: &[u8]| {
+        matrix.overwrite(|matrix: &mut [T]| {
+            let parts = matrix.chunks_mut(GRAIN).zip(blocks.chunks(codec.bytes(GRAIN as u64) as usize));
+            let tasks: Vec<_> = parts.map(Mutex::new).collect();
+            cpu.threads.for_each(tasks.len(), |task| {
+                let (values, blocks) = &mut *lock(&tasks[task]);
+                let mut wide = vec![0.0; values.len().next_multiple_of(codec.block_elements())];
+                codec::decode(codec, blocks, &mut wide);
+                narrow(&wide[..values.len()], values);
+            });
+        })
+    };
+    Ok(blocks.with_bytes(run)??)
+}
+
+/// Encodes `matrix` into `blocks` on all threads. `widen` converts the matrix's dtype to f32. Zeros
+/// fill the last block.
+fn encode<T: Scalar>(
+    cpu: &Cpu,
+    codec: BlockCodec,
+    matrix: &Tensor,
+    blocks: &mut Tensor,
+    widen: impl Fn(&[T], &mut [f32]) + Sync,
+) -> Result<()> {
+    let run = |matrix: &[T]| {
+        blocks.overwrite_bytes(|blocks| {
+            let parts = matrix.chunks(GRAIN).zip(blocks.chunks_mut(codec.bytes(GRAIN as u64) as usize));
+            let tasks: Vec<_> = parts.map(Mutex::new).collect();
+            cpu.threads.for_each(tasks.len(), |task| {
+                let (values, blocks) = &mut *lock(&tasks[task]);
+                let mut wide = vec![0.0; values.len().next_multiple_of(codec.block_elements())];
+                widen(values, &mut wide[..values.len()]);
+                codec::encode(codec, &wide, None, Rounding::Nearest, blocks);
+            });
+        })
+    };
+    Ok(matrix.with_data(run)??)
+}
