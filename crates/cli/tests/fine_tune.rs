@@ -229,6 +229,12 @@ fn a_run_is_exported_as_a_gguf_file() {
     let written = export(&["one.gguf", "--dtype", "f32"]).ok().stdout;
     assert!(written.contains("of weights in F32, tokenizer in one.gguf"), "{written}");
     assert_eq!((loss("one.gguf"), generate("one.gguf")), (loss("runs/one"), generate("runs/one")));
+    // Its tokenizer serves for other texts.
+    for tokenizer in ["one.gguf", "runs/one/tokenizer.json"] {
+        folder.run(&["data", "prepare", "--tokenizer", tokenizer, "--out", tokenizer, "text.txt"]).ok();
+    }
+    let tokens = ["one.gguf", "runs/one/tokenizer.json"].map(|of| fs::read(folder.join(&format!("{of}.train.bin"))));
+    assert_eq!(tokens[0].as_ref().unwrap(), tokens[1].as_ref().unwrap());
     let written = export(&["eight.gguf", "--quantize", "q8_0"]).ok().stdout;
     assert!(written.contains("of weights in Q8_0"), "{written}");
     let (eight, whole) = (loss("eight.gguf"), loss("one.gguf"));
@@ -258,4 +264,57 @@ fn a_run_is_exported_as_a_gguf_file() {
     let refused = folder.run(&["export", "runs/two", "--out", "two.gguf"]);
     assert!(refused.stderr.contains("byte-level BPE is written") && !folder.join("two.gguf").exists(), "{refused:?}");
     folder.run(&["export", "runs/two", "--out", "two.gguf", "--no-tokenizer"]).ok();
+}
+
+/// LoRA and DoRA on a base in 4 and 8 bits: a resumed run ends as one that was not interrupted, the
+/// merged model computes what the run does, adapters are written and read, and what does not go
+/// together is refused.
+#[test]
+fn a_base_in_few_bits_is_trained_resumed_merged_and_checked() {
+    let folder = with_model();
+    let loss = |model: &str| {
+        let eval = ["eval", model, "--data", "text.txt", "--length", "16", "--dtype", "f32", "--json"];
+        let line: Value = serde_json::from_str(&folder.run(&eval).ok().stdout).unwrap();
+        line["loss"].as_f64().unwrap()
+    };
+    for (name, base) in [("lora", "nf4"), ("dora", "int8")] {
+        let [adapter, base] = [format!("fine_tuning.adapter={name}"), format!("fine_tuning.base_dtype={base}")];
+        let sets = ["--set", &adapter, "--set", &base, "--set", "training.steps=6"];
+        let keep = ["--set", "checkpoint.interval_steps=3"];
+        let trained = fine_tune(&folder, name, &[&sets[..], &keep].concat()).ok();
+        assert!(trained.stderr.contains("trained:"), "{}", trained.stderr);
+        let run = format!("runs/{name}");
+        let whole = loss(&run);
+        folder.run(&["train", "--resume", &run, "--checkpoint", "3"]).ok();
+        assert_eq!(loss(&run), whole, "{name}");
+        let changed = folder.run(&["train", "--resume", &run, "--set", "fine_tuning.base_dtype=compute"]);
+        assert!(changed.stderr.contains("what it trains was decided when it began"), "{}", changed.stderr);
+        folder.run(&["export", &run, "--out", &format!("{name}-merged"), "--dtype", "f32"]).ok();
+        let merged = loss(&format!("{name}-merged"));
+        assert!((merged / whole - 1.0).abs() < 1e-6, "{name}: {merged} {whole}");
+        let adapters = format!("{name}-adapter");
+        folder.run(&["export", &run, "--out", &adapters, "--adapter"]).ok();
+        let from = format!("fine_tuning.from={adapters}");
+        let again = format!("{name}-again");
+        let rate = ["--set", &from, "--set", "optimizer.learning_rate=1e-30", "--set", "training.steps=1"];
+        fine_tune(&folder, &again, &[&sets[..], &rate].concat()).ok();
+        let continued = loss(&format!("runs/{again}"));
+        assert!((continued / whole - 1.0).abs() < 1e-6, "{name}: {continued} {whole}");
+    }
+    let lora = ["--set", "fine_tuning.adapter=lora", "--set", "fine_tuning.base_dtype=nf4"];
+    let stage = ["--set", "parallel.ranks=2", "--set", "parallel.zero_stage=3"];
+    let tensor = ["--set", "fine_tuning.adapter=dora", "--set", "parallel.tensor_parallel_degree=2"];
+    for (sets, words) in [
+        (&lora[2..], "needs something frozen"),
+        (&[&lora[..], &stage].concat()[..], "parallel.zero_stage = 2 or less"),
+        (
+            &[&lora[..], &["--set", "memory.offload.parameters=disk"]].concat()[..],
+            "memory.offload.parameters = \"none\"",
+        ),
+        (&[&tensor[..], &["--set", "parallel.ranks=2"]].concat()[..], "parallel.tensor_parallel_degree = 1"),
+        (&["--set", "fine_tuning.adapter=lora", "--set", "fine_tuning.from=dora-adapter"][..], "of kind \"dora\""),
+    ] {
+        let refused = fine_tune(&folder, "refused", sets);
+        assert!(refused.code != Some(0) && refused.stderr.contains(words), "{sets:?}: {}", refused.stderr);
+    }
 }

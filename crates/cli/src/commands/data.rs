@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
 use trainyard_data::{ChatOptions, LossOn, PrepareOptions, PrepareProgress, Prepared, Sidecar, Tokenizer, prepare};
 use trainyard_engine::corpora::chat_template;
+use trainyard_engine::pretrained;
 
 /// Clean and prepare text for training, show the samples that training reads, and measure how fast
 /// they come.
@@ -29,7 +30,8 @@ pub enum Command {
 pub struct PrepareArgs {
     #[command(flatten)]
     text: clean::TextArgs,
-    /// A tokenizer.json, a folder that has one, `bytes`, or `characters` (those of the text).
+    /// A tokenizer.json, a folder or a GGUF file that has one, `bytes`, or `characters` (those of
+    /// the text).
     #[arg(long, value_name = "FILE")]
     tokenizer: String,
     /// Prefix of the files to write: OUT.train.bin, OUT.train.idx, OUT.validation.*,
@@ -115,7 +117,7 @@ fn prepare_text(args: &PrepareArgs) -> Result<()> {
     let tokenizer = match args.tokenizer.as_str() {
         "bytes" => Tokenizer::bytes(),
         "characters" => Tokenizer::characters_from_texts(corpus.texts(u64::MAX))?,
-        path => Tokenizer::load(Path::new(path))?,
+        path => pretrained::tokenizer_at(Path::new(path))?,
     };
     let tokenizer = tokenizer.with_bos(args.add_bos).context("--add-bos")?;
     if let Some(words) = tokenizer.around_in_words() {

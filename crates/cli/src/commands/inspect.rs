@@ -15,6 +15,7 @@ use trainyard_data::corpus::is_url;
 use trainyard_data::{Dataset, IGNORE, IndexedTokens, Sampling, Tokenizer};
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::corpora::{Corpora, held_back_part, token_source, tokenizer_of};
+use trainyard_engine::pretrained;
 use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::{Session, files, inputs_for};
 use trainyard_engine::shape::model_spec;
@@ -179,7 +180,7 @@ pub fn run(args: &Args) -> Result<()> {
 /// Inspects token files: their documents, and those held back of them.
 fn of_tokens(prefix: &Path, args: &Args) -> Result<Inspection> {
     let tokenizer = match &args.tokenizer {
-        Some(path) => Some(Tokenizer::load(path)?),
+        Some(path) => Some(pretrained::tokenizer_at(path)?),
         None => tokenizer_of(prefix)?,
     };
     if tokenizer.is_none() {

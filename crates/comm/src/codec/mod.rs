@@ -31,8 +31,8 @@ use half::bf16;
 use trainyard_base::philox4x32;
 use trainyard_program::BlockCodec;
 
-/// The codes of NF4: means of quantiles of a normal distribution, so that each is as frequent as the
-/// others among weights (Dettmers et al. 2023, appendix E).
+/// The codes of NF4: means of quantiles of a normal distribution, so that each is as frequent as
+/// the others among weights (Dettmers et al. 2023, appendix E).
 #[rustfmt::skip]
 pub const NF4: [f32; 16] = [
     -1.0, -0.696_192_8, -0.525_073_05, -0.394_917_5, -0.284_441_38, -0.184_773_43, -0.091_050_036, 0.0,

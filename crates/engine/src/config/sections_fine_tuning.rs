@@ -52,8 +52,8 @@ section! {
         /// A folder with a PEFT adapter (`adapter_config.json`, `adapter_model.safetensors`) to
         /// begin with. Rank, alpha and targets must be its own. Unset: adapters that add nothing.
         from: Option<PathBuf> = None;
-        /// The form in which the frozen matrices of blocks lie in memory. A block's are decoded while
-        /// it runs. Embedding, head, norms and routers stay as they are.
+        /// The form in which the frozen matrices of blocks lie in memory. A block's are decoded
+        /// while it runs. Embedding, head, norms and routers stay as they are.
         #[elsewhere("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "quantization_bit")]
         base_dtype: BaseDtype = BaseDtype::Compute;
         /// Patterns of parameters that are not trained: `embedding.*`, `block.*.norm1.weight`. `*`

@@ -1,6 +1,6 @@
-//! The first magnitudes of adapters that have some (DoRA, Liu et al. 2024): the norms of the rows of
-//! their weights, in the compute dtype and by the arithmetic of forward, so that at first nothing is
-//! scaled.
+//! The first magnitudes of adapters that have some (DoRA, Liu et al. 2024): the norms of the rows
+//! of their weights, in the compute dtype and by the arithmetic of forward, so that at first
+//! nothing is scaled.
 
 use super::Rank;
 use crate::Result;

@@ -1,12 +1,11 @@
-//! The copy of a unit at rest where its frozen matrices lie encoded in memory (QLoRA, Dettmers et al.
-//! 2023).
+//! The copy of a unit at rest where its frozen matrices lie encoded in memory (QLoRA, Dettmers et
+//! al. 2023).
 //!
 //! Each matrix is encoded by itself, from its first element on, so what is kept of it does not
 //! depend on where it lies in the unit. Everything else of the copy is kept as it is.
 
 use super::lock;
 use crate::Result;
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -15,7 +14,9 @@ use trainyard_model::tuning::is_encodable;
 use trainyard_model::{Model, UnitLayout};
 use trainyard_program::BlockCodec;
 use trainyard_tensor::cpu::Cpu;
-use trainyard_tensor::{DType, Device, Purpose, Scalar, Tensor};
+use trainyard_tensor::cpu::cast::cast_part;
+use trainyard_tensor::dtype::Element;
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// Elements that a thread encodes or decodes at a time: a multiple of every codec's block.
 const GRAIN: usize = 1 << 14;
@@ -85,11 +86,9 @@ impl EncodedCopy {
             copy.view(range.start, [range.len()])?.copy_from(&self.plain(range)?)?;
         }
         self.each_matrix(copy, |mut matrix, blocks, cpu| match matrix.dtype() {
-            DType::F32 => decode::<f32>(cpu, self.codec, &blocks, &mut matrix, |from, to| to.copy_from_slice(from)),
-            DType::F16 => {
-                decode::<f16>(cpu, self.codec, &blocks, &mut matrix, |from, to| to.convert_from_f32_slice(from))
-            }
-            _ => decode::<bf16>(cpu, self.codec, &blocks, &mut matrix, |from, to| to.convert_from_f32_slice(from)),
+            DType::F32 => decode::<f32>(cpu, self.codec, &blocks, &mut matrix),
+            DType::F16 => decode::<f16>(cpu, self.codec, &blocks, &mut matrix),
+            _ => decode::<bf16>(cpu, self.codec, &blocks, &mut matrix),
         })
     }
 
@@ -103,11 +102,9 @@ impl EncodedCopy {
             return Ok(());
         }
         self.each_matrix(copy, |matrix, mut blocks, cpu| match matrix.dtype() {
-            DType::F32 => encode::<f32>(cpu, self.codec, &matrix, &mut blocks, |from, to| to.copy_from_slice(from)),
-            DType::F16 => {
-                encode::<f16>(cpu, self.codec, &matrix, &mut blocks, |from, to| from.convert_to_f32_slice(to))
-            }
-            _ => encode::<bf16>(cpu, self.codec, &matrix, &mut blocks, |from, to| from.convert_to_f32_slice(to)),
+            DType::F32 => encode::<f32>(cpu, self.codec, &matrix, &mut blocks),
+            DType::F16 => encode::<f16>(cpu, self.codec, &matrix, &mut blocks),
+            _ => encode::<bf16>(cpu, self.codec, &matrix, &mut blocks),
         })
     }
 
@@ -126,14 +123,8 @@ impl EncodedCopy {
     }
 }
 
-/// Decodes `blocks` into `matrix` on all threads. `narrow` converts f32 to the matrix's dtype.
-fn decode<T: Scalar>(
-    cpu: &Cpu,
-    codec: BlockCodec,
-    blocks: &Tensor,
-    matrix: &mut Tensor,
-    narrow: impl Fn(&[f32], &mut [T]) + Sync,
-) -> Result<()> {
+/// Decodes `blocks` into `matrix` on all threads.
+fn decode<T: Element>(cpu: &Cpu, codec: BlockCodec, blocks: &Tensor, matrix: &mut Tensor) -> Result<()> {
     let run = |blocks: &[u8]| {
         matrix.overwrite(|matrix: &mut [T]| {
             let parts = matrix.chunks_mut(GRAIN).zip(blocks.chunks(codec.bytes(GRAIN as u64) as usize));
@@ -142,22 +133,15 @@ fn decode<T: Scalar>(
                 let (values, blocks) = &mut *lock(&tasks[task]);
                 let mut wide = vec![0.0; values.len().next_multiple_of(codec.block_elements())];
                 codec::decode(codec, blocks, &mut wide);
-                narrow(&wide[..values.len()], values);
+                cast_part(cpu.isa, &wide[..values.len()], values);
             });
         })
     };
     Ok(blocks.with_bytes(run)??)
 }
 
-/// Encodes `matrix` into `blocks` on all threads. `widen` converts the matrix's dtype to f32. Zeros
-/// fill the last block.
-fn encode<T: Scalar>(
-    cpu: &Cpu,
-    codec: BlockCodec,
-    matrix: &Tensor,
-    blocks: &mut Tensor,
-    widen: impl Fn(&[T], &mut [f32]) + Sync,
-) -> Result<()> {
+/// Encodes `matrix` into `blocks` on all threads. Zeros fill the last block.
+fn encode<T: Element>(cpu: &Cpu, codec: BlockCodec, matrix: &Tensor, blocks: &mut Tensor) -> Result<()> {
     let run = |matrix: &[T]| {
         blocks.overwrite_bytes(|blocks| {
             let parts = matrix.chunks(GRAIN).zip(blocks.chunks_mut(codec.bytes(GRAIN as u64) as usize));
@@ -165,7 +149,7 @@ fn encode<T: Scalar>(
             cpu.threads.for_each(tasks.len(), |task| {
                 let (values, blocks) = &mut *lock(&tasks[task]);
                 let mut wide = vec![0.0; values.len().next_multiple_of(codec.block_elements())];
-                widen(values, &mut wide[..values.len()]);
+                cast_part(cpu.isa, values, &mut wide[..values.len()]);
                 codec::encode(codec, &wide, None, Rounding::Nearest, blocks);
             });
         })

@@ -134,8 +134,8 @@ impl ParameterState {
         Ok(())
     }
 
-    /// Rounds the frozen matrices that `codec` encodes, in copies that are on the device, to what it
-    /// keeps of them.
+    /// Rounds the frozen matrices that `codec` encodes, in copies that are on the device, to what
+    /// it keeps of them.
     pub(crate) fn round_frozen(&self, model: &Model, codec: BlockCodec) -> Result<()> {
         for unit in self.held() {
             let state = &self.units[unit];
@@ -306,7 +306,8 @@ impl ParameterState {
         self.write_all(unit, false)
     }
 
-    /// Writes a unit's copy to its tier after it was set. `frozen`: what is not trained was set too.
+    /// Writes a unit's copy to its tier after it was set. `frozen`: what is not trained was set
+    /// too.
     pub fn write_all(&self, unit: usize, frozen: bool) -> Result<()> {
         let unit = &self.units[unit];
         if let Some(at_rest) = &unit.at_rest {

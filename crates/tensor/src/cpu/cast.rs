@@ -1,8 +1,8 @@
 //! Conversion between float dtypes, rounding to nearest even.
 
-use crate::cpu::Cpu;
 use crate::cpu::rows::{for_elements, load_at, store_at};
 use crate::cpu::threads::Shares;
+use crate::cpu::{Cpu, Isa};
 use crate::dtype::Element;
 use crate::simd_fn;
 
@@ -17,13 +17,21 @@ pub fn cast<A: Element, B: Element>(cpu: &Cpu, x: &[A], y: &mut [B]) {
     for_elements(cpu, x.len(), size_of::<A>() + size_of::<B>(), |range| {
         // SAFETY: the ranges of a region do not overlap.
         let y = unsafe { y.part(range.clone()) };
-        let x = &x[range];
-        if A::DTYPE == B::DTYPE {
-            y.copy_from_slice(bytemuck::cast_slice(x));
-        } else {
-            convert(cpu.isa, x, y);
-        }
+        cast_part(cpu.isa, &x[range], y);
     });
+}
+
+/// As [`cast`], on the calling thread alone.
+///
+/// # Panics
+/// When the lengths disagree.
+pub fn cast_part<A: Element, B: Element>(isa: Isa, x: &[A], y: &mut [B]) {
+    assert_eq!(x.len(), y.len(), "lengths of x and y");
+    if A::DTYPE == B::DTYPE {
+        y.copy_from_slice(bytemuck::cast_slice(x));
+    } else {
+        convert(isa, x, y);
+    }
 }
 
 simd_fn! {
