@@ -347,6 +347,8 @@ pub struct Reduction {
     pub accumulate: bool,
     /// The type in which it travels, unless it is encoded.
     pub dtype: DType,
+    /// True if it travels in the form of the run's codec.
+    pub encoded: bool,
     /// Number of the instruction.
     pub number: u32,
     pub(crate) at: Moment,
@@ -370,7 +372,7 @@ pub(crate) fn reduce(
     links: &mut ReduceLinks,
 ) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
-    if let Some(low_rank) = &mut links.low_rank {
+    if let Some(low_rank) = links.low_rank.as_mut().filter(|_| reduction.encoded) {
         low_rank.sum(unit, flat, own, &links.summed)?;
         return Ok(sum);
     }
@@ -389,7 +391,7 @@ pub(crate) fn reduce(
         }
         Ok(())
     };
-    if let Some(encoded) = encoded {
+    if let Some(encoded) = encoded.as_ref().filter(|_| reduction.encoded) {
         let at = reduction.at;
         match encoded.is_over(Axis::Shard) && shard.size() > 1 {
             true => encoded.reduce_scatter(unit, flat, &mut sum, shard, at)?,

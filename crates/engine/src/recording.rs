@@ -6,12 +6,12 @@
 
 use crate::Result;
 use crate::rank::StepOutcome;
-use crate::session::{Session, program_index};
+use crate::session::Session;
 use crate::shape::compute_dtype;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use trainyard_program::{Program, StepKind};
+use trainyard_program::Program;
 use trainyard_record::RecordError;
 use trainyard_record::monitor::{self, Gpus, Inside, Monitor};
 use trainyard_record::programs::{Programs, Work};
@@ -79,8 +79,7 @@ impl Recording {
     pub fn step(
         &mut self,
         step: u64,
-        kind: StepKind,
-        snapshot: bool,
+        program: usize,
         outcome: &StepOutcome,
         moments: Moments,
     ) -> Result<(), RecordError> {
@@ -92,7 +91,7 @@ impl Recording {
         let times = |span: &crate::lanes::Span| Times { waited: span.waited, start: span.start, end: span.end };
         self.steps.write(&Step {
             step,
-            program: program_index(kind, snapshot),
+            program,
             began: self.steps.since_epoch(began),
             before: began.saturating_duration_since(moments.last_end),
             length: moments.end.saturating_duration_since(began),

@@ -32,7 +32,7 @@ use std::sync::{Mutex, PoisonError};
 use trainyard_comm::Communicator;
 use trainyard_data::{IndexedTokens, Position, Samples, Tokenizer};
 use trainyard_model::{Model, ModelSpec, ParameterSpec};
-use trainyard_program::{Program, StepKind};
+use trainyard_program::{Program, StepKind, Strategy};
 use trainyard_record::programs::Predicted;
 use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::{DType, Device};
@@ -74,7 +74,8 @@ pub struct Session {
     /// This rank, which trains.
     pub rank: Rank,
     /// The programs of a step: without and with a snapshot at its end. Where replicas train apart,
-    /// these are the programs of an inner step, and those of an outer step follow.
+    /// these are the programs of an inner step, and those of an outer step follow. Where the codec
+    /// of gradients has a warm-up, the programs of its steps follow in the same order.
     pub programs: Vec<Program>,
     /// Predicted memory and cost of a step.
     pub prediction: StepNeeds,
@@ -222,10 +223,17 @@ impl Session {
         let batch = shape::batch_shape(&resolved, &model);
         let shape = shape::model_shape(&model, &batch, dtype)?;
         let strategy = shape::strategy(&resolved, model.units().len())?;
-        let own_programs = |strategy| shape::programs(&shape, &shape::mesh(&resolved), strategy, world.rank() as u32);
+        let own_programs =
+            |strategy: &Strategy| shape::programs(&shape, &shape::mesh(&resolved), strategy, world.rank() as u32);
         let mut programs = Vec::from(own_programs(&strategy)?);
         if let Some(outer) = shape::outer_strategy(&resolved, &strategy) {
             programs.extend(own_programs(&outer)?);
+        }
+        if resolved.compression.warmup_steps > 0 {
+            for strategy in [Some(strategy.clone()), shape::outer_strategy(&resolved, &strategy)].into_iter().flatten()
+            {
+                programs.extend(own_programs(&Strategy { warms_up: true, ..strategy })?);
+            }
         }
         let choice = collectives::choose(&resolved, &world)?;
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
@@ -335,9 +343,12 @@ impl Session {
         })
     }
 
-    /// The program of a step of `kind`, with or without a snapshot at its end.
-    pub(crate) fn program(&self, kind: StepKind, snapshot: bool) -> &Program {
-        &self.programs[program_index(kind, snapshot)]
+    /// The place in [`Session::programs`] of the program of step `step`, from 0, which is of `kind`,
+    /// with or without a snapshot at its end.
+    pub(crate) fn program_place(&self, step: u64, kind: StepKind, snapshot: bool) -> usize {
+        let place = 2 * usize::from(matches!(kind, StepKind::Outer | StepKind::Drained)) + usize::from(snapshot);
+        let warms_up = step < self.resolved.compression.warmup_steps;
+        place + if warms_up { self.programs.len() / 2 } else { 0 }
     }
 
     fn check_room(&self, note: &mut impl FnMut(&str)) -> Result<()> {
@@ -493,7 +504,7 @@ impl Session {
                 },
             },
         });
-        if let Some(outer) = self.programs.get(program_index(StepKind::Outer, false)) {
+        if let Some(outer) = self.programs.iter().find(|program| program.kind == StepKind::Outer) {
             plan["outer_program"] = json!(outer);
         }
         if let Some(measured) = measured {
@@ -530,11 +541,6 @@ impl Session {
         // The configuration is written last, because it makes the folder a run.
         self.write(files::CONFIG, self.resolved.to_toml())
     }
-}
-
-/// The place of a step's program in [`Session::programs`].
-pub(crate) fn program_index(kind: StepKind, snapshot: bool) -> usize {
-    2 * usize::from(matches!(kind, StepKind::Outer | StepKind::Drained)) + usize::from(snapshot)
 }
 
 /// A note on the effect of `precision.fp8` on this run, if it is on.

@@ -20,7 +20,7 @@ use crate::rank::{StepOutcome, StepSettings};
 use crate::recording::{Moments, Recording};
 use crate::resume::rate_change;
 use crate::schedule::Schedule;
-use crate::session::{Session, program_index};
+use crate::session::Session;
 use crate::shape::compute_dtype;
 use crate::snapshot::{self, RunState};
 use crate::trace::TraceWriter;
@@ -431,7 +431,7 @@ impl<'s> Run<'s> {
             clip_norm: session.resolved.optimizer.clip_norm,
         };
         let apart = kind.is_apart();
-        let program = &session.programs[program_index(kind, snapshot)];
+        let program = &session.programs[session.program_place(session.state.step, kind, snapshot)];
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
         let copies = session.copies_state;
         let samples = loader.position().samples + session.resolved.batch.global as u64;
@@ -546,14 +546,15 @@ impl<'s> Run<'s> {
         {
             self.progress.note(&said);
         }
-        let program = session.program(kind, snapshot);
+        let place = session.program_place(step - 1, kind, snapshot);
+        let program = &session.programs[place];
         self.kinds.add(program, &outcome.spans);
         if let Some(trace) = &mut self.trace {
             trace.step(step, program, &outcome.spans)?;
         }
         let moments = Moments { last_end, agreed: self.agreed, end: now };
         if let Some(recording) = &mut self.recording
-            && let Err(error) = recording.step(step, kind, snapshot, outcome, moments)
+            && let Err(error) = recording.step(step, place, outcome, moments)
         {
             self.recording = None;
             self.progress.note(&warning(no_record(&error)));

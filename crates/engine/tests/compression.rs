@@ -346,3 +346,31 @@ fn residuals_move_to_other_layouts_and_away() {
     let none = on("none", &["parallel.ranks=2", "compression.gradients='none'"]);
     expect(&none, &[]);
 }
+
+/// Gradients of the first steps travel as they are: the bits of a run without a codec while the
+/// warm-up lasts, another run after it, and the same wherever the run was interrupted.
+#[test]
+fn the_codec_begins_after_its_warm_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let two = [STEPS, &["parallel.ranks=2"]].concat();
+    let trained = |run: BTreeMap<String, Vec<u8>>| -> BTreeMap<String, Vec<u8>> {
+        run.into_iter().filter(|(name, _)| !name.contains(".residual.") && !name.contains("power_sgd")).collect()
+    };
+    let plain = trained(start(folder, "plain", &two));
+    for codec in ["top_k", "power_sgd", "int8"] {
+        let codec_set = format!("compression.gradients='{codec}'");
+        let with = |name: &str, warm_up: u64| {
+            let warm_up = format!("compression.warmup_steps={warm_up}");
+            trained(start(folder, &format!("{codec}-{name}"), &[&two[..], &[&codec_set, &warm_up]].concat()))
+        };
+        let [none, half, whole] = [("none", 0), ("half", 2), ("whole", 1000)].map(|(name, steps)| with(name, steps));
+        assert!(whole == plain, "{codec}: nothing is encoded in the warm-up");
+        assert!(half != plain && half != none && none != plain, "{codec}");
+        for from in [1, 4] {
+            let name = format!("{codec}-again-{from}");
+            let again = trained(go_on(folder, &format!("{codec}-half"), &name, from, &["checkpoint.interval_steps=1"]));
+            assert!(again == half, "{codec}: resumed at step {from}");
+        }
+    }
+}

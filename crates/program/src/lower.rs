@@ -616,7 +616,8 @@ impl<'a> Lowering<'a> {
                 let accumulate = std::mem::replace(&mut self.reduced[unit as usize], true);
                 let message = self.sizes.reduced(unit, self.strategy.bytes.reduce);
                 let mut reduce = Instruction::new(Action::Reduce { unit, accumulate, axis }).moving(message);
-                reduce = reduce.encoded(self.strategy.gradients, &self.sizes.model.units[unit as usize].matrices);
+                let encoding = self.strategy.gradients.filter(|_| !self.strategy.warms_up);
+                reduce = reduce.encoded(encoding, &self.sizes.model.units[unit as usize].matrices);
                 let mut needs = vec![complete];
                 if self.sizes.placement.fresh_gradients == Fresh::Transient {
                     reduce = reduce.giving_back(MemoryKind::Gradients, bytes);

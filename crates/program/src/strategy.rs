@@ -266,6 +266,9 @@ pub struct Strategy {
     pub kind: StepKind,
     /// The form of gradients on their way between ranks; None: `bytes.reduce` bytes per element.
     pub gradients: Option<Encoding>,
+    /// True if gradients travel as they are in this step, though those of later ones have the form
+    /// of `gradients`: residuals are there already.
+    pub warms_up: bool,
     /// The form of sharded parameters while the whole shard group gathers them; None: that in which
     /// forward reads them.
     pub gathers: Option<Encoding>,
@@ -303,6 +306,7 @@ impl Strategy {
             sequence_parallel: false,
             kind: StepKind::Synchronous,
             gradients: None,
+            warms_up: false,
             gathers: None,
             outer: None,
             outer_momentum: true,

@@ -109,8 +109,17 @@ impl Resolver {
     /// Resolves `[compression]`.
     fn compression(&mut self, parallel: &Parallel, apart: Option<Apart>, batch: Batch) -> Compression {
         let section = self.config.compression.clone();
-        let CompressionSection { gradients, parameters, outer, over, top_k_density, rank, error_feedback, rounding } =
-            section;
+        let CompressionSection {
+            gradients,
+            parameters,
+            outer,
+            over,
+            top_k_density,
+            rank,
+            error_feedback,
+            rounding,
+            warmup_steps,
+        } = section;
         let parameters = self.gathered(parameters, parallel);
         let used = [gradients, outer].into_iter().filter(|codec| *codec != CompressionCodec::None).collect::<Vec<_>>();
         let is = |codec: CompressionCodec| used.contains(&codec);
@@ -124,6 +133,9 @@ impl Resolver {
             let because = "compression.gradients and compression.outer are \"none\"";
             self.unused("compression.error_feedback", &error_feedback, because);
             self.unused("compression.over", &(over != CompressionOver::All).then_some(()), because);
+        }
+        if gradients == CompressionCodec::None {
+            self.unused("compression.warmup_steps", &warmup_steps, "compression.gradients is \"none\"");
         }
         let by_chance = rounding == RoundingOfCodes::Stochastic;
         if by_chance && !is(CompressionCodec::Int8) && !is(CompressionCodec::Int4) {
@@ -162,6 +174,7 @@ impl Resolver {
         let over = if over == CompressionOver::All { Axis::Data } else { Axis::Replicate };
         let encoding = |codec: Option<Codec>| codec.map(|codec| Encoding { codec, over, feedback });
         let compression = Compression {
+            warmup_steps: if gradients.is_some() { warmup_steps.unwrap_or(0) } else { 0 },
             gradients: encoding(gradients),
             parameters,
             outer: encoding(outer),

@@ -256,5 +256,9 @@ section! {
         error_feedback: Option<bool> = None;
         /// The rounding between two codes of `int8` and `int4`.
         rounding: RoundingOfCodes = RoundingOfCodes::Nearest;
+        /// Number of first steps in which gradients travel as they are, because large first changes
+        /// suffer most from what a codec leaves out. Unset: 0.
+        #[elsewhere("start_powerSGD_iter", "start_iter", "freeze_step", "schedule_offset")]
+        warmup_steps: Option<u64> = None;
     }
 }

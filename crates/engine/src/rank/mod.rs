@@ -156,6 +156,8 @@ pub struct RankSettings {
 pub struct Compression {
     /// The encoding of gradients.
     pub gradients: Option<Encoding>,
+    /// Number of first steps in which gradients travel as they are.
+    pub warmup_steps: u64,
     /// The codec of sharded parameters while the shard group gathers them.
     pub parameters: Option<BlockCodec>,
     /// The encoding of parameter changes in outer steps.
@@ -687,7 +689,8 @@ impl Rank {
                 let turn = step.program().instructions[..number].iter().filter(is_of_unit).count() as u32;
                 let at = Moment { step: step.settings().step, turn };
                 let number = number as u32;
-                let reduction = Reduction { over: axis, accumulate, dtype: self.reduce_dtype, number, at };
+                let (dtype, encoded) = (self.reduce_dtype, instruction.encoding.is_some());
+                let reduction = Reduction { over: axis, accumulate, dtype, encoded, number, at };
                 self.gradients.reduce(unit as usize, reduction, links)
             }
             Action::Push { unit } => self.push(unit),

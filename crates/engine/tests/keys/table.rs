@@ -439,6 +439,7 @@ pub const ROWS: &[Row] = &[
     row("compression.top_k_density", TOP_K, &["compression.top_k_density=0.1"], Program),
     row("compression.rank", POWER_SGD, &["compression.rank=1"], Program),
     row("compression.error_feedback", INT8, &["compression.error_feedback=true"], Memory),
+    row("compression.warmup_steps", INT8, &["compression.warmup_steps=1"], Losses),
     row("compression.rounding", INT8, &["compression.rounding=stochastic"], Losses),
     row("memory.limit", &["model.layers=12"], &["memory.limit=1MiB"], Refused("over memory.limit")),
     row("memory.offload.optimizer", &[], &["memory.offload.optimizer=disk"], Program),
