@@ -318,3 +318,30 @@ fn a_base_in_few_bits_is_trained_resumed_merged_and_checked() {
         assert!(refused.code != Some(0) && refused.stderr.contains(words), "{sets:?}: {}", refused.stderr);
     }
 }
+
+/// A PEFT folder instead of a model: it is evaluated, generates and is exported with the model that
+/// it was made for.
+#[test]
+fn a_peft_folder_is_evaluated_generates_and_is_merged() {
+    let folder = with_model();
+    fine_tune(&folder, "lora", &["--set", "fine_tuning.adapter=dora", "--set", "training.steps=4"]).ok();
+    folder.run(&["export", "runs/lora", "--out", "adapter", "--adapter"]).ok();
+    let loss = |model: &str| {
+        let eval = ["eval", model, "--data", "text.txt", "--length", "16", "--dtype", "f32", "--json"];
+        let line: Value = serde_json::from_str(&folder.run(&eval).ok().stdout).unwrap();
+        line["loss"].as_f64().unwrap()
+    };
+    let generate = |model: &str| {
+        let generate = ["generate", model, "--prompt", "the ", "--tokens", "20", "--temperature", "0"];
+        folder.run(&[&generate[..], &["--ignore-eos", "--dtype", "f32"]].concat()).ok().stdout
+    };
+    assert_eq!((loss("adapter"), generate("adapter")), (loss("runs/lora"), generate("runs/lora")));
+    assert_ne!(loss("adapter"), loss("hf"));
+    folder.run(&["export", "adapter", "--out", "merged", "--dtype", "f32"]).ok();
+    assert!((loss("merged") / loss("adapter") - 1.0).abs() < 1e-6);
+    folder.run(&["export", "adapter", "--out", "again", "--adapter"]).ok();
+    assert_eq!(loss("again"), loss("adapter"));
+    edit(&folder, "adapter/adapter_config.json", |config| config["base_model_name_or_path"] = json!("org/model"));
+    let refused = folder.run(&["eval", "adapter", "--data", "text.txt"]);
+    assert!(refused.code == Some(1) && refused.stderr.contains("adapts the model `org/model`"), "{}", refused.stderr);
+}

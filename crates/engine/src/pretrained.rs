@@ -4,8 +4,8 @@ use crate::session::files;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
 use trainyard_data::Tokenizer;
-use trainyard_model::weights::PREPROCESSOR;
-use trainyard_model::{ModelError, gguf, hf};
+use trainyard_model::weights::{ADAPTER_CONFIG, PREPROCESSOR, read_adapter_base, read_adapter_config};
+use trainyard_model::{AdapterSpec, ModelError, gguf, hf};
 
 /// The text of the `config.json` of the model at `path`: that of a folder, or what the metadata of
 /// a GGUF file says, as such a text.
@@ -22,6 +22,38 @@ pub fn config_text(path: &Path) -> Result<String> {
         path: file.display().to_string(),
         source,
     })
+}
+
+/// The model that the PEFT adapter in `folder` was made for, and the adapter's description; None if
+/// `folder` has no adapter, or a whole model as well.
+///
+/// # Errors
+/// A description that cannot be read; a model that is not on this machine.
+pub fn adapted(folder: &Path) -> Result<Option<(PathBuf, AdapterSpec)>> {
+    let description = folder.join(ADAPTER_CONFIG);
+    if folder.join("config.json").is_file() || !description.is_file() {
+        return Ok(None);
+    }
+    let adapter = read_adapter_config(folder).map_err(ModelError::from)?;
+    let name = read_adapter_base(folder).map_err(ModelError::from)?;
+    // A relative path counts from here, or from where the adapter lies.
+    let places = [PathBuf::from(&name), folder.join(&name), folder.join("..").join(&name)];
+    match places.into_iter().find(|place| place.join("config.json").is_file() || gguf::is_gguf(place)) {
+        Some(base) => Ok(Some((base, adapter))),
+        None => Err(EngineError::DoesNotFit(format!(
+            "{} adapts the model `{name}`, which is no folder here: download it, and write its place as \
+             base_model_name_or_path",
+            description.display()
+        ))),
+    }
+}
+
+/// The folder of the model at `path`: of an adapter's, the one that it was made for.
+///
+/// # Errors
+/// As [`adapted`].
+pub fn base_of(path: &Path) -> Result<PathBuf> {
+    Ok(adapted(path)?.map_or_else(|| path.to_owned(), |(base, _)| base))
 }
 
 /// The place of a file that comes with the model at `path`: in the folder, or beside a GGUF file.

@@ -343,8 +343,8 @@ impl Session {
         })
     }
 
-    /// The place in [`Session::programs`] of the program of step `step`, from 0, which is of `kind`,
-    /// with or without a snapshot at its end.
+    /// The place in [`Session::programs`] of the program of step `step`, from 0, which is of
+    /// `kind`, with or without a snapshot at its end.
     pub(crate) fn program_place(&self, step: u64, kind: StepKind, snapshot: bool) -> usize {
         let place = 2 * usize::from(matches!(kind, StepKind::Outer | StepKind::Drained)) + usize::from(snapshot);
         let warms_up = step < self.resolved.compression.warmup_steps;

@@ -22,7 +22,7 @@ use std::path::Path;
 use std::sync::Arc;
 use trainyard_autograd::{Adapter, ParamId, Parameters};
 use trainyard_data::{Tokenizer, place_of};
-use trainyard_model::{Model, ModelSpec, ParameterSpec, UnitLayout, gguf, hf, weights::WeightReader};
+use trainyard_model::{Model, ModelSpec, ParameterSpec, Tuning, UnitLayout, gguf, hf, weights::WeightReader};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device, Tensor};
@@ -247,11 +247,25 @@ fn open_hugging_face(
     dtype: Option<DType>,
     note: &mut impl FnMut(&str),
 ) -> Result<Trained> {
-    let spec = read_description(folder, &mut *note)?;
+    let (base, tuning) = match pretrained::adapted(folder)? {
+        None => (folder.to_owned(), Tuning::default()),
+        Some((base, adapter)) => {
+            note(&format!("{}: an adapter of the model {}", folder.display(), base.display()));
+            (base, Tuning { adapter: Some(adapter), ..Tuning::default() })
+        }
+    };
+    let spec = read_description(&base, &mut *note)?;
     check_tried(device, &spec)?;
-    let tokenizer = spec.image.is_none().then(|| pretrained::tokenizer(folder)).transpose()?;
-    let mut rank = Rank::for_inference(device, Model::new(spec.clone())?, dtype.unwrap_or(DType::F32))?;
-    for line in load_weights(&mut rank, folder, None)? {
+    let own_tokenizer = folder.join(files::TOKENIZER).is_file();
+    let of_tokenizer = if own_tokenizer { folder } else { &base };
+    let tokenizer = spec.image.is_none().then(|| pretrained::tokenizer(of_tokenizer)).transpose()?;
+    let adapter = tuning.adapter.is_some().then_some(folder);
+    let mut model = Model::new(spec.clone())?;
+    if adapter.is_some() {
+        model = model.tuned(&tuning)?;
+    }
+    let mut rank = Rank::for_inference(device, model, dtype.unwrap_or(DType::F32))?;
+    for line in load_weights(&mut rank, &base, adapter)? {
         note(&line);
     }
     Ok(Trained { rank, tokenizer, spec, run: None })
@@ -313,7 +327,7 @@ fn load_frozen(rank: &mut Rank, config: &Config, note: &mut impl FnMut(&str)) ->
 /// Rounds frozen matrices to what the run kept of them in memory.
 fn round_base(rank: &Rank, config: &Config) -> Result<()> {
     match base_codec(config) {
-        Some(codec) => rank.parameters.round_frozen(rank.model(), codec),
+        Some(codec) => rank.parameters.round_frozen(rank.model(), codec, dtype_of(config.precision.compute)),
         None => Ok(()),
     }
 }

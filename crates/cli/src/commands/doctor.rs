@@ -109,10 +109,10 @@ fn explain(run: &Run, as_json: bool) -> Result<ExitCode> {
         let (first, last) = (&steps[0], &steps[steps.len() - 1]);
         let _ = writeln!(
             text,
-            "{}: {} steps of {} ranks, {} to {}; {} a step (median){predicted}",
+            "{}: {} steps of {}, {} to {}; {} a step (median){predicted}",
             run.name(),
             steps.len(),
-            run.ranks.len(),
+            if run.ranks.len() == 1 { "1 rank".to_owned() } else { format!("{} ranks", run.ranks.len()) },
             first.step,
             last.step,
             format_seconds(step_s)

@@ -8,7 +8,7 @@ use trainyard_base::format_bytes;
 use trainyard_data::Tokenizer;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{ByteSize, ConfigValue};
-use trainyard_engine::pretrained::config_text;
+use trainyard_engine::pretrained::{base_of, config_text};
 use trainyard_engine::session::files;
 use trainyard_engine::shape;
 use trainyard_engine::trained::{Runtime, Trained, open_trained};
@@ -122,7 +122,8 @@ pub fn stored_dtype(
 
 /// Writes the adapters of a run.
 fn adapter(args: &Args, trained: &Trained) -> Result<()> {
-    let base = trained.run.as_ref().and_then(|run| run.config.model.path.as_deref()).unwrap_or(&args.model);
+    let of_run = trained.run.as_ref().and_then(|run| run.config.model.path.clone());
+    let base = of_run.map_or_else(|| base_of(&args.model), Ok)?;
     let files = export_adapter(&args.out, trained.rank.model(), &base.display().to_string(), |id| trained.values(id))
         .with_context(|| format!("cannot write an adapter to {}", args.out.display()))?;
     let step = trained.run.as_ref().map_or(String::new(), |run| format!(" ({})", run.weights_in_words()));

@@ -50,7 +50,7 @@ use std::path::Path;
 use trainyard_data::Tokenizer;
 use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::DeviceKind;
-use trainyard_engine::pretrained::companion;
+use trainyard_engine::pretrained::{base_of, companion};
 use trainyard_engine::session::files;
 use trainyard_engine::trained::{Runtime, Selection, Trained, Weights};
 use trainyard_tensor::DType;
@@ -106,7 +106,7 @@ impl BosArgs {
 
 /// The text of a model's `generation_config.json`, if it has one.
 pub fn generation_config(model: &Path) -> Result<Option<String>> {
-    let path = companion(model, files::GENERATION);
+    let path = companion(&base_of(model)?, files::GENERATION);
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),

@@ -16,7 +16,7 @@ use trainyard_program::BlockCodec;
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::cpu::cast::cast_part;
 use trainyard_tensor::dtype::Element;
-use trainyard_tensor::{DType, Device, Purpose, Tensor};
+use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
 /// Elements that a thread encodes or decodes at a time: a multiple of every codec's block.
 const GRAIN: usize = 1 << 14;
@@ -85,11 +85,7 @@ impl EncodedCopy {
         for range in &self.rest {
             copy.view(range.start, [range.len()])?.copy_from(&self.plain(range)?)?;
         }
-        self.each_matrix(copy, |mut matrix, blocks, cpu| match matrix.dtype() {
-            DType::F32 => decode::<f32>(cpu, self.codec, &blocks, &mut matrix),
-            DType::F16 => decode::<f16>(cpu, self.codec, &blocks, &mut matrix),
-            _ => decode::<bf16>(cpu, self.codec, &blocks, &mut matrix),
-        })
+        self.each_matrix(copy, |mut matrix, blocks, cpu| decoded(cpu, self.codec, &blocks, &mut matrix))
     }
 
     /// Encodes `copy`, which is whole. Frozen matrices are encoded only if `matrices` is true:
@@ -101,11 +97,7 @@ impl EncodedCopy {
         if !matrices {
             return Ok(());
         }
-        self.each_matrix(copy, |matrix, mut blocks, cpu| match matrix.dtype() {
-            DType::F32 => encode::<f32>(cpu, self.codec, &matrix, &mut blocks),
-            DType::F16 => encode::<f16>(cpu, self.codec, &matrix, &mut blocks),
-            _ => encode::<bf16>(cpu, self.codec, &matrix, &mut blocks),
-        })
+        self.each_matrix(copy, |matrix, mut blocks, cpu| encoded(cpu, self.codec, &matrix, &mut blocks))
     }
 
     /// Calls `f` with every matrix of `copy` and its blocks. Nothing happens on a device without
@@ -120,6 +112,38 @@ impl EncodedCopy {
             first += words;
         }
         Ok(())
+    }
+}
+
+/// Rounds `matrix` to what `codec` keeps of it as a tensor of `dtype`.
+pub(super) fn round(matrix: &mut Tensor, codec: BlockCodec, dtype: DType) -> Result<()> {
+    let device = matrix.device().clone();
+    let Some(cpu) = device.as_cpu() else { return Ok(()) };
+    let words = codec.bytes(matrix.elements() as u64) as usize / 2;
+    let mut blocks = device.empty([words], DType::BF16, Purpose::Workspace)?;
+    if matrix.dtype() == dtype {
+        encoded(cpu, codec, matrix, &mut blocks)?;
+    } else {
+        let mut cast = device.empty([matrix.elements()], dtype, Purpose::Workspace)?;
+        ops::cast_into(matrix, &mut cast)?;
+        encoded(cpu, codec, &cast, &mut blocks)?;
+    }
+    decoded(cpu, codec, &blocks, matrix)
+}
+
+fn decoded(cpu: &Cpu, codec: BlockCodec, blocks: &Tensor, matrix: &mut Tensor) -> Result<()> {
+    match matrix.dtype() {
+        DType::F32 => decode::<f32>(cpu, codec, blocks, matrix),
+        DType::F16 => decode::<f16>(cpu, codec, blocks, matrix),
+        _ => decode::<bf16>(cpu, codec, blocks, matrix),
+    }
+}
+
+fn encoded(cpu: &Cpu, codec: BlockCodec, matrix: &Tensor, blocks: &mut Tensor) -> Result<()> {
+    match matrix.dtype() {
+        DType::F32 => encode::<f32>(cpu, codec, matrix, blocks),
+        DType::F16 => encode::<f16>(cpu, codec, matrix, blocks),
+        _ => encode::<bf16>(cpu, codec, matrix, blocks),
     }
 }
 

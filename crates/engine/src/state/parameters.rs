@@ -5,7 +5,7 @@
 //!   the masters themselves. It may be a shard, and may be offloaded;
 //! - the *whole*: all of a unit's parameters, gathered from other ranks if the copy is a shard.
 
-use super::encoded_copy::{EncodedCopy, encodable};
+use super::encoded_copy::{self, EncodedCopy, encodable};
 use super::{Holding, lock, overlap};
 use crate::constraints::{GridMatrices, WeightConstraints};
 use crate::gathers::EncodedGathers;
@@ -135,15 +135,13 @@ impl ParameterState {
     }
 
     /// Rounds the frozen matrices that `codec` encodes, in copies that are on the device, to what
-    /// it keeps of them.
-    pub(crate) fn round_frozen(&self, model: &Model, codec: BlockCodec) -> Result<()> {
+    /// it keeps of them in a run that computes in `dtype`.
+    pub(crate) fn round_frozen(&self, model: &Model, codec: BlockCodec, dtype: DType) -> Result<()> {
         for unit in self.held() {
             let state = &self.units[unit];
-            let at_rest = EncodedCopy::new(&self.device, codec, &state.layout, &encodable(model, unit), self.compute)?;
-            if let Some(at_rest) = at_rest {
-                let copy = state.copy()?;
-                at_rest.write(&copy, true)?;
-                at_rest.fetch(&copy)?;
+            for index in encodable(model, unit) {
+                let range = state.layout.range(index);
+                encoded_copy::round(&mut state.copy()?.view(range.start, [range.len()])?, codec, dtype)?;
             }
         }
         Ok(())

@@ -77,6 +77,20 @@ pub fn read_adapter_config(folder: &Path) -> Result<AdapterSpec, WeightsError> {
     })
 }
 
+/// The model that the adapter in `folder` was made for, as its configuration names it: a path, or a
+/// name on a hub.
+///
+/// # Errors
+/// A file that cannot be read, or that names no model.
+pub fn read_adapter_base(folder: &Path) -> Result<String, WeightsError> {
+    let path = folder.join(ADAPTER_CONFIG);
+    let text = fs::read_to_string(&path).map_err(WeightsError::io("reading", &path))?;
+    let config: Option<Value> = serde_json::from_str(&text).ok();
+    let name = config.as_ref().and_then(|config| config["base_model_name_or_path"].as_str());
+    let problem = "it has no base_model_name_or_path".to_owned();
+    name.map(str::to_owned).ok_or(WeightsError::Index { path, problem })
+}
+
 /// The names of the linear layers that have adapters, sorted.
 fn targets(model: &Model) -> Vec<String> {
     let mut names: Vec<String> = adapter_sources(model)
