@@ -20,6 +20,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use trainyard_autograd::functions::NORM_MIN;
 use trainyard_autograd::{Adapter, ParamId, Parameters};
 use trainyard_data::{Tokenizer, place_of};
 use trainyard_model::{Model, ModelSpec, ParameterSpec, Tuning, UnitLayout, gguf, hf, weights::WeightReader};
@@ -441,7 +442,7 @@ fn scale_rows(weight: &mut [f32], width: usize, adapter: &Adapter, magnitudes: &
         for (number, row) in rows.by_ref().take(outputs.count).enumerate() {
             let Some((_, first)) = outputs.from else { continue };
             let norm = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt() as f32;
-            let factor = if norm == 0.0 { 0.0 } else { magnitudes[first + number] / norm };
+            let factor = magnitudes[first + number] / norm.max(NORM_MIN);
             row.iter_mut().for_each(|x| *x *= factor);
         }
     }

@@ -85,8 +85,11 @@ pub struct Magnitude {
     adapter: Adapter,
 }
 
-/// The norms of the rows of `w + scale b a`, [n]: the magnitudes of a weight as it is, if `b` is
-/// zero.
+/// The least norm of a row. Rows of zeros, as pruning leaves them, would be divided by zero.
+pub const NORM_MIN: f32 = 1e-7;
+
+/// The norms of the rows of `w + scale b a`, [n], but at least [`NORM_MIN`]: the magnitudes of a
+/// weight as it is, if `b` is zero.
 ///
 /// # Errors
 /// Shapes and dtypes that do not fit each other.
@@ -94,7 +97,7 @@ pub fn row_norms(w: &Tensor, down: &Tensor, up: &Tensor, adapter: &Adapter) -> R
     let down = plain::transpose(down, 0, 1)?;
     let (sum, _) = ops::linear(&scaled(up, adapter)?, &down, None, Activation::None, Some(w), false)?;
     let squares = plain::sum(&plain::unary(Unary::Square, &sum)?, &Dims::from(1))?;
-    Ok(plain::unary(Unary::Sqrt, &squares)?)
+    Ok(plain::clamp(&plain::unary(Unary::Sqrt, &squares)?, NORM_MIN, f32::INFINITY)?)
 }
 
 /// The factors of all outputs: `m / norms`, and 1 where no pair adds anything.
@@ -208,5 +211,38 @@ impl Differentiable for LowRank {
             cx.add_gradient(0, dx)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trainyard_tensor::Device;
+    use trainyard_tensor::cpu::Isa;
+
+    #[test]
+    fn rows_of_zeros_have_a_norm_to_divide_by() {
+        let device = Device::cpu(Isa::detect(), 1, None);
+        let id = |index| ParamId { unit: 0, index };
+        let outputs = [AdapterOutputs { count: 2, from: Some((0, 0)) }].into();
+        let (a, b, magnitude) = (id(1), id(2), Some(id(3)));
+        let adapter = Adapter { a, b, magnitude, rank: 1, members: 1, outputs, scale: 2.0 };
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let matrix = |shape: [usize; 2], values: &[f32]| {
+                let plain = device.tensor(shape, values, Purpose::Params).unwrap();
+                let mut cast = device.empty(shape, dtype, Purpose::Params).unwrap();
+                ops::cast_into(&plain, &mut cast).unwrap();
+                cast
+            };
+            let (w, down) = (matrix([2, 2], &[0.0, 0.0, 3.0, 4.0]), matrix([1, 2], &[1.0, 1.0]));
+            let norms = row_norms(&w, &down, &matrix([2, 1], &[0.0; 2]), &adapter).unwrap();
+            let [zero, five] = norms.to_f32_vec().unwrap()[..] else { panic!("two rows") };
+            assert!(zero > 0.0 && zero < 1e-6 && five == 5.0, "{dtype}: {zero} {five}");
+            let gains = gains(&norms, &norms, &adapter).unwrap();
+            assert_eq!(gains.to_f32_vec().unwrap(), [1.0, 1.0], "{dtype}");
+            // With b the row is that of 2 b a.
+            let norms = row_norms(&w, &down, &matrix([2, 1], &[1.0, 0.0]), &adapter).unwrap().to_f32_vec().unwrap();
+            assert!((norms[0] - 8f32.sqrt()).abs() < 0.02, "{dtype}: {norms:?}");
+        }
     }
 }

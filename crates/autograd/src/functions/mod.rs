@@ -21,7 +21,7 @@ mod norm;
 mod plain;
 mod pointwise;
 
-pub use adapter::row_norms;
+pub use adapter::{NORM_MIN, row_norms};
 pub use experts::{Direction, RowExchange, Traffic};
 pub use linear::LinearOptions;
 pub use norm::Gains;
