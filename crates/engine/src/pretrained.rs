@@ -88,12 +88,12 @@ pub fn brings_tokenizer(path: &Path) -> bool {
     companion(path, files::TOKENIZER).is_file() || (gguf::is_gguf(path) && gguf::has_tokenizer(path))
 }
 
-/// The tokenizer that `path` names: its own file, or the model that it comes with.
+/// The tokenizer that `path` names: a file of its own, a folder that has one, or a GGUF file.
 ///
 /// # Errors
 /// As [`tokenizer`].
 pub fn tokenizer_at(path: &Path) -> Result<Tokenizer> {
-    if path.is_dir() || gguf::is_gguf(path) { tokenizer(path) } else { Ok(Tokenizer::load(path)?) }
+    if gguf::is_gguf(path) { tokenizer(path) } else { Ok(Tokenizer::load(path)?) }
 }
 
 /// The tokenizer of the model at `path`. A `tokenizer.json` beside a GGUF file comes before the

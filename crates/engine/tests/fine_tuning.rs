@@ -17,7 +17,7 @@ use trainyard_engine::state::Holding;
 use trainyard_engine::tier::Tiers;
 use trainyard_model::weights::{WeightReader, export_adapter, read_adapter_config};
 use trainyard_model::{BatchShape, Model, Tuning, hf};
-use trainyard_program::{BlockCodec, MemoryKind, Tier};
+use trainyard_program::{BlockCodec, MemoryKind, StateBytes, Tier};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -301,16 +301,22 @@ fn an_encoded_base_trains_as_one_that_was_rounded() {
     let whole = Model::new(spec.clone()).unwrap();
     let weights = WeightReader::open(&base, &whole).unwrap();
     let adapter = read_adapter_config(&golden("dora")).unwrap();
-    let resolved = resolved(&["precision.compute='f32'", "optimizer.learning_rate=0.01"]);
     let device = Device::cpu(Isa::detect(), 2, None);
-    for codec in [BlockCodec::Nf4, BlockCodec::Int8] {
+    // In f32 an update reads the copy, which is its own master; in bf16 it writes the copy anew.
+    let kinds =
+        [(BlockCodec::Nf4, "f32"), (BlockCodec::Int8, "f32"), (BlockCodec::Nf4, "bf16"), (BlockCodec::Int8, "bf16")];
+    for (codec, compute) in kinds {
+        let precision = format!("precision.compute='{compute}'");
+        let resolved = resolved(&[&precision, "optimizer.learning_rate=0.01"]);
+        let dtype = shape::compute_dtype(&resolved);
         let losses = [None, Some(Tier::Encoded(codec))].map(|parameters| {
             let tuning = Tuning { adapter: Some(adapter.clone()), ..Tuning::default() };
             let model = Model::new(spec.clone()).unwrap().tuned(&tuning).unwrap();
             let mut strategy = trainyard_program::Strategy::new(whole.units().len());
             strategy.offload.parameters = parameters;
+            strategy.bytes = if dtype == DType::F32 { StateBytes::F32 } else { StateBytes::MIXED };
             let (shape, mesh) = (BatchShape::uniform(4, LENGTH), trainyard_program::Mesh::default());
-            let program = shape::program(&model, &shape, DType::F32, &mesh, &strategy, 0).unwrap();
+            let program = shape::program(&model, &shape, dtype, &mesh, &strategy, 0).unwrap();
             let adapters = WeightReader::open_adapter(&golden("dora"), &model).unwrap();
             let specs: BTreeMap<_, _> = model.parameters().map(|(id, spec)| (id, spec.clone())).collect();
             let tiers = Tiers::create(&program, &device, Path::new("")).unwrap();
@@ -324,6 +330,9 @@ fn an_encoded_base_trains_as_one_that_was_rounded() {
                 let in_block = id.unit > 0 && id.unit < last && spec.shape.len() == 2 && !spec.is_adapter();
                 let mut all = vec![0.0; spec.elements()];
                 reader.read_part(spec, 0..spec.elements(), &mut all).unwrap();
+                if dtype == DType::BF16 {
+                    all.iter_mut().for_each(|value| *value = half::bf16::from_f32(*value).to_f32());
+                }
                 if in_block && parameters.is_none() {
                     all.resize(all.len().next_multiple_of(codec.block_elements()), 0.0);
                     let mut blocks = vec![0; codec.bytes(all.len() as u64) as usize];
@@ -341,6 +350,6 @@ fn an_encoded_base_trains_as_one_that_was_rounded() {
             });
             steps.collect::<Vec<_>>()
         });
-        assert_eq!(losses[0], losses[1], "{codec}");
+        assert_eq!(losses[0], losses[1], "{codec} in {compute}");
     }
 }

@@ -186,11 +186,11 @@ pub(crate) fn tuned(
                 }
                 targets.extend(weight.sources.iter().map(|source| layer_of(&source.hf_name).to_owned()));
                 let next = parameters.len() as u32;
-                let ids = [next, next + 1, next + 2].map(|index| ParamId::new(number as u32, index));
-                if let Some((mut adapter, pair)) = pair(spec, &weight, tensor_ranks, ids) {
+                let [a, b, m] = [next, next + 1, next + 2].map(|index| ParamId::new(number as u32, index));
+                if let Some((mut adapter, pair)) = pair(spec, &weight, tensor_ranks, [a, b]) {
                     let [_, up] = &pair;
                     let magnitude = spec.magnitudes.then(|| magnitude(&weight, up));
-                    adapter.magnitude = magnitude.as_ref().map(|_| ids[2]);
+                    adapter.magnitude = magnitude.as_ref().map(|_| m);
                     parameters.extend(pair.into_iter().chain(magnitude));
                     adapters.insert(ParamId::new(number as u32, index as u32), adapter);
                 }
@@ -250,7 +250,7 @@ fn pair(
     spec: &AdapterSpec,
     weight: &ParameterSpec,
     tensor_ranks: usize,
-    [a, b, _]: [ParamId; 3],
+    [a, b]: [ParamId; 2],
 ) -> Option<(Adapter, [ParameterSpec; 2])> {
     let sources: Vec<&Source> = weight.sources.iter().filter(|source| spec.has(&source.hf_name)).collect();
     if sources.is_empty() {

@@ -76,13 +76,12 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// Bytes that an eviction writes after an update: frozen parameters that lie encoded stay.
+    /// Bytes that an eviction writes after an update: what is trained, where the rest lies encoded.
     pub fn written(&self, unit: u32) -> u64 {
-        let encoded = match self.strategy.offload.parameters {
-            Some(Tier::Encoded(_)) => self.encodable(unit).sum::<u64>() * u64::from(self.strategy.bytes.parameter),
-            _ => 0,
-        };
-        self.parameters(unit) - encoded
+        match self.strategy.offload.parameters {
+            Some(Tier::Encoded(_)) => self.trained(unit, self.strategy.bytes.parameter),
+            _ => self.parameters(unit),
+        }
     }
 
     /// Bytes of the copy on the device that stay there.

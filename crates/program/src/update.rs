@@ -84,11 +84,12 @@ impl Lowering<'_> {
         self.strategy.offload.optimizer == Some(Tier::Host)
     }
 
-    /// True if the copy of `unit` that forward reads is separate from the masters and has nothing
-    /// frozen. An update then writes it without reading it.
+    /// True if the copy of `unit` that forward reads is separate from the masters, and has nothing
+    /// frozen or keeps that encoded in its tier. An update then writes it without reading it.
     fn writes_copy(&self, unit: u32) -> bool {
         let separate = self.strategy.bytes.master != 0 || self.updates_on_host();
-        separate && self.sizes.model.units[unit as usize].frozen_elements == 0
+        let encoded = matches!(self.strategy.offload.parameters, Some(Tier::Encoded(_)));
+        separate && (encoded || self.sizes.model.units[unit as usize].frozen_elements == 0)
     }
 
     /// Sums the gradients of units that several stages hold, because each stage contributes to

@@ -29,28 +29,27 @@ impl Tape<'_> {
         adapter: Adapter,
     ) -> Result<Var> {
         let LinearOptions { bias, activation, residual } = options;
-        if adapter.magnitude.is_some() {
-            let sum = self.low_rank(x, None, adapter.clone())?;
-            let sum = self.own_linear(x, w, LinearOptions { residual: Some(&sum), ..LinearOptions::default() })?;
-            let value = |id| self.parameter(id).map(|parameter| parameter.value);
-            let norms = row_norms(&value(w)?, &value(adapter.a)?, &value(adapter.b)?, &adapter)?;
-            let mut y = self.magnitude(&sum, norms, adapter)?;
-            if let Some(bias) = bias {
-                y = self.add_bias(&y, bias)?;
-            }
-            if activation != Activation::None {
-                y = self.activate(&y, activation)?;
-            }
-            return residual.map_or(Ok(y.clone()), |residual| self.add(&y, residual));
-        }
-        if activation == Activation::None {
+        let has_magnitudes = adapter.magnitude.is_some();
+        if activation == Activation::None && !has_magnitudes {
             let sum = self.low_rank(x, residual, adapter)?;
             return self.own_linear(x, w, LinearOptions { bias, activation, residual: Some(&sum) });
         }
-        let sum = self.low_rank(x, None, adapter)?;
-        let inner = LinearOptions { bias, activation: Activation::None, residual: Some(&sum) };
-        let y = self.own_linear(x, w, inner)?;
-        let y = self.activate(&y, activation)?;
+        let sum = self.low_rank(x, None, adapter.clone())?;
+        // Magnitudes scale what comes before the bias.
+        let [inside, after] = if has_magnitudes { [None, bias] } else { [bias, None] };
+        let inner = LinearOptions { bias: inside, activation: Activation::None, residual: Some(&sum) };
+        let mut y = self.own_linear(x, w, inner)?;
+        if has_magnitudes {
+            let value = |id| self.parameter(id).map(|parameter| parameter.value);
+            let norms = row_norms(&value(w)?, &value(adapter.a)?, &value(adapter.b)?, &adapter)?;
+            y = self.magnitude(&y, norms, adapter)?;
+        }
+        if let Some(bias) = after {
+            y = self.add_bias(&y, bias)?;
+        }
+        if activation != Activation::None {
+            y = self.activate(&y, activation)?;
+        }
         residual.map_or(Ok(y.clone()), |residual| self.add(&y, residual))
     }
 
@@ -67,9 +66,10 @@ impl Tape<'_> {
         self.record_one(function, &inputs, y, |tape| vec![tape.save(x), Saved::Tensor(narrow)])
     }
 
-    /// `z ⊙ m / norms`: z [m, n], and m the magnitudes of `adapter` (Liu et al. 2024, equation 5).
-    /// No gradient goes through the norms [n], which are those of the rows that z was multiplied by
-    /// (section 4.3). [`Tape::linear`] calls it for weights whose adapter has magnitudes.
+    /// `z ⊙ m / norms`: z [rows, n], and m the magnitudes of `adapter` (Liu et al. 2024,
+    /// equation 5). No gradient goes through the norms [n], which are those of the rows that z was
+    /// multiplied by (section 4.3). [`Tape::linear`] calls it for weights whose adapter has
+    /// magnitudes.
     pub fn magnitude(&mut self, z: &Var, norms: Tensor, adapter: Adapter) -> Result<Var> {
         let of = adapter.magnitude.expect("the adapter has magnitudes");
         let gains = gains(&self.parameter(of)?.value, &norms, &adapter)?;
@@ -79,7 +79,7 @@ impl Tape<'_> {
     }
 }
 
-/// `z ⊙ m / |v|`; inputs are z and m.
+/// `z ⊙ m / norms`; inputs are z and m.
 #[derive(Clone, Debug)]
 pub struct Magnitude {
     adapter: Adapter,

@@ -105,7 +105,10 @@ impl Rank {
                 self.parameters.complete_copy(number, &links.shard)?;
             }
             if self.parameters.is_offloaded() {
-                self.parameters.write_all(number, what == Setting::All)?;
+                match what {
+                    Setting::All => self.parameters.write_all(number)?,
+                    Setting::Masters => self.parameters.write(number)?,
+                }
                 self.parameters.give_back(number);
             }
         }

@@ -34,6 +34,8 @@ pub(crate) fn encodable(model: &Model, unit: usize) -> Vec<usize> {
 /// The copy of a unit at rest.
 pub(crate) struct EncodedCopy {
     codec: BlockCodec,
+    /// The number of trained elements, which are the first.
+    trained: usize,
     /// The elements of the copy that are encoded, by matrix, and those that are not.
     matrices: Vec<Range<usize>>,
     rest: Vec<Range<usize>>,
@@ -53,6 +55,7 @@ impl EncodedCopy {
         encodable: &[usize],
         dtype: DType,
     ) -> Result<Option<EncodedCopy>> {
+        check(device)?;
         let mut matrices: Vec<Range<usize>> = encodable.iter().map(|index| layout.range(*index)).collect();
         matrices.sort_by_key(|range| range.start);
         if matrices.is_empty() {
@@ -65,7 +68,8 @@ impl EncodedCopy {
         let bytes: u64 = matrices.iter().map(|range| codec.bytes(range.len() as u64)).sum();
         let blocks = device.zeros([bytes as usize / 2], DType::BF16, Purpose::Params)?;
         let plain = device.zeros([rest.iter().map(Range::len).sum()], dtype, Purpose::Params)?;
-        Ok(Some(EncodedCopy { codec, matrices, rest, blocks, plain }))
+        let trained = layout.trained_elements();
+        Ok(Some(EncodedCopy { codec, trained, matrices, rest, blocks, plain }))
     }
 
     /// The place in `plain` of elements `range` of the copy, none of which is encoded.
@@ -88,16 +92,18 @@ impl EncodedCopy {
         self.each_matrix(copy, |mut matrix, blocks, cpu| decoded(cpu, self.codec, &blocks, &mut matrix))
     }
 
-    /// Encodes `copy`, which is whole. Frozen matrices are encoded only if `matrices` is true:
-    /// nothing changes them after they were set.
-    pub fn write(&self, copy: &Tensor, matrices: bool) -> Result<()> {
+    /// Encodes `copy`, all of which was set.
+    pub fn write_all(&self, copy: &Tensor) -> Result<()> {
         for range in &self.rest {
             self.plain(range)?.copy_from(&copy.view(range.start, [range.len()])?)?;
         }
-        if !matrices {
-            return Ok(());
-        }
         self.each_matrix(copy, |matrix, mut blocks, cpu| encoded(cpu, self.codec, &matrix, &mut blocks))
+    }
+
+    /// Keeps what is trained of `copy`. The rest of it need not have been fetched.
+    pub fn write_trained(&self, copy: &Tensor) -> Result<()> {
+        let trained = 0..self.trained;
+        Ok(self.plain(&trained)?.copy_from(&copy.view(0, [self.trained])?)?)
     }
 
     /// Calls `f` with every matrix of `copy` and its blocks. Nothing happens on a device without
@@ -115,9 +121,21 @@ impl EncodedCopy {
     }
 }
 
+/// Refuses devices whose matrices nothing encodes and decodes.
+fn check(device: &Device) -> Result<()> {
+    match device.as_cuda() {
+        Some(_) => Err(super::does_not_fit(
+            "a base in few bits (fine_tuning.base_dtype) is decoded on processors only: use the device cpu, or export the \
+             run and use the merged model",
+        )),
+        None => Ok(()),
+    }
+}
+
 /// Rounds `matrix` to what `codec` keeps of it as a tensor of `dtype`.
 pub(super) fn round(matrix: &mut Tensor, codec: BlockCodec, dtype: DType) -> Result<()> {
     let device = matrix.device().clone();
+    check(&device)?;
     let Some(cpu) = device.as_cpu() else { return Ok(()) };
     let words = codec.bytes(matrix.elements() as u64) as usize / 2;
     let mut blocks = device.empty([words], DType::BF16, Purpose::Workspace)?;

@@ -299,17 +299,20 @@ impl ParameterState {
         }
     }
 
-    /// Writes a unit's copy to its tier after an update: what is trained of it may have changed.
+    /// Writes a unit's copy to its tier after an update. Of a copy that lies encoded in memory,
+    /// only what is trained is written, and has to be here.
     pub fn write(&self, unit: usize) -> Result<()> {
-        self.write_all(unit, false)
+        match &self.units[unit].at_rest {
+            Some(at_rest) => at_rest.write_trained(&self.units[unit].copy()?),
+            None => self.write_all(unit),
+        }
     }
 
-    /// Writes a unit's copy to its tier after it was set. `frozen`: what is not trained was set
-    /// too.
-    pub fn write_all(&self, unit: usize, frozen: bool) -> Result<()> {
+    /// Writes a unit's copy, all of which was set, to its tier.
+    pub fn write_all(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         if let Some(at_rest) = &unit.at_rest {
-            return at_rest.write(&unit.copy()?, frozen);
+            return at_rest.write_all(&unit.copy()?);
         }
         match (&self.lower, &unit.on_host) {
             (Some(Lower::Disk(store)), _) if !self.device.is_meta() => {

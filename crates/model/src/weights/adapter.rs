@@ -21,10 +21,8 @@ pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 /// # Errors
 /// A file that cannot be read; kinds of adapters that are not LoRA on linear layers.
 pub fn read_adapter_config(folder: &Path) -> Result<AdapterSpec, WeightsError> {
-    let path = folder.join(ADAPTER_CONFIG);
-    let text = fs::read_to_string(&path).map_err(WeightsError::io("reading", &path))?;
+    let (path, config) = read_config(folder)?;
     let fail = |problem: String| WeightsError::Index { path: path.clone(), problem };
-    let config: Value = serde_json::from_str(&text).map_err(|error| fail(format!("it is no JSON: {error}")))?;
     if config["peft_type"] != "LORA" {
         return Err(fail(format!("peft_type is {}, and only \"LORA\" can be read", config["peft_type"])));
     }
@@ -83,12 +81,18 @@ pub fn read_adapter_config(folder: &Path) -> Result<AdapterSpec, WeightsError> {
 /// # Errors
 /// A file that cannot be read, or that names no model.
 pub fn read_adapter_base(folder: &Path) -> Result<String, WeightsError> {
+    let (path, config) = read_config(folder)?;
+    let problem = "it has no base_model_name_or_path".to_owned();
+    config["base_model_name_or_path"].as_str().map(str::to_owned).ok_or(WeightsError::Index { path, problem })
+}
+
+fn read_config(folder: &Path) -> Result<(PathBuf, Value), WeightsError> {
     let path = folder.join(ADAPTER_CONFIG);
     let text = fs::read_to_string(&path).map_err(WeightsError::io("reading", &path))?;
-    let config: Option<Value> = serde_json::from_str(&text).ok();
-    let name = config.as_ref().and_then(|config| config["base_model_name_or_path"].as_str());
-    let problem = "it has no base_model_name_or_path".to_owned();
-    name.map(str::to_owned).ok_or(WeightsError::Index { path, problem })
+    match serde_json::from_str(&text) {
+        Ok(config) => Ok((path, config)),
+        Err(error) => Err(WeightsError::Index { path, problem: format!("it is no JSON: {error}") }),
+    }
 }
 
 /// The names of the linear layers that have adapters, sorted.
