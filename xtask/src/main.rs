@@ -1,6 +1,6 @@
-//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | dashboard |
-//! equality | exports | gpu | manifests | objects | overhead | overlap | perfetto | pictures |
-//! slow-links | slurm | soak | traces | validate | verdicts | wheel`.
+//! Every chore of the project: `cargo xtask test | tidy | advise | bench | choices | churn |
+//! dashboard | equality | exports | gpu | manifests | objects | overhead | overlap | perfetto |
+//! pictures | slow-links | slurm | soak | traces | validate | verdicts | wheel`.
 //!
 //! A chore is a Rust function here rather than a shell script, so that it runs where cargo runs and
 //! is compiled, formatted and linted with the rest. `test` is what continuous integration calls
@@ -12,6 +12,7 @@ mod advise;
 mod bench;
 mod cable;
 mod choices;
+mod churn;
 mod dashboard;
 mod equality;
 mod exports;
@@ -68,6 +69,8 @@ enum Chore {
     /// Train every runnable way of small models and compare the fastest with what `--plan auto`
     /// picks.
     Choices(choices::Options),
+    /// Let hosts come, leave and die while a run lasts, and compare it with an undisturbed one.
+    Churn(churn::Options),
     /// Click through the dashboard of a live run in a headless Chromium, and hold its bars: first
     /// paint, zoom, spikes, many runs, many watchers.
     Dashboard(dashboard::Options),
@@ -123,6 +126,7 @@ fn main() -> ExitCode {
         Chore::Overlap(options) => overlap::run(&root, &options),
         Chore::Advise(options) => advise::run(&root, &options),
         Chore::Choices(options) => choices::run(&root, &options),
+        Chore::Churn(options) => churn::run(&root, &options),
         Chore::Dashboard(options) => dashboard::run(&root, &options),
         Chore::Equality(options) => equality::run(&root, &options),
         Chore::Exports(options) => exports::run(&root, &options),

@@ -3,19 +3,17 @@
 
 mod common;
 
-use common::{Folder, Ran, tensors};
+use common::{Folder, PATIENCE, Ran, free_port, metrics, send, tensors, wait_for_steps};
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time limit for anything that a test waits for.
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Enough steps for three checkpoints.
 const SETS: [&str; 4] =
     ["training.steps=6", "training.micro_batch_size=2", "training.accumulation_steps=2", "checkpoint.interval_steps=2"];
@@ -432,10 +430,12 @@ fn what_cannot_be_launched_says_why() {
     let folder = Folder::new();
     let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a str);
-    let cases: [Case; 5] = [
+    let cases: [Case; 7] = [
         ("launch --nproc-per-node 2 train gone.toml", &[], "cannot read gone.toml"),
         ("launch --nproc-per-node 2 eval runs/a", &[], "`eval` is nothing that ranks do together"),
         ("launch train tiny.toml --max-restarts 2", &[], "write --max-restarts before `train`"),
+        ("launch --nnodes 2:4 train tiny.toml", &[], "--nnodes 2:4 needs --master-addr"),
+        ("launch --nnodes 2:4 --master-addr a calibrate", &[], "--nnodes 2:4 is for training"),
         ("launch train tiny.toml", &[("RANK", "1"), ("WORLD_SIZE", "4")], "this process is rank 1 of 4 already"),
         (
             "train tiny.toml --max-restarts 2",
@@ -460,29 +460,6 @@ fn what_cannot_be_launched_says_why() {
     let ran = Ran::new(alone.env("MASTER_PORT", free_port()).output().expect("it starts"));
     assert_eq!(ran.code, Some(1), "{}", ran.stderr);
     assert!(ran.stderr.contains("rank 1 of a world of 2 did not come to 127.0.0.1"), "{}", ran.stderr);
-}
-
-fn free_port() -> String {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
-}
-
-/// The steps that a run has recorded.
-fn metrics(folder: &Folder, name: &str) -> usize {
-    let metrics = folder.join(&format!("runs/{name}/metrics.jsonl"));
-    std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count())
-}
-
-/// Waits until the run has made `steps` steps.
-fn wait_for_steps(folder: &Folder, name: &str, steps: usize) {
-    let began = Instant::now();
-    while metrics(folder, name) < steps {
-        assert!(began.elapsed() < PATIENCE, "{name} does not come to step {steps}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn send(signal: &str, process: &str) {
-    assert!(Command::new("kill").args([signal, process]).status().expect("kill runs").success());
 }
 
 /// The children of a process.

@@ -242,6 +242,16 @@ impl Environment {
         })
     }
 
+    /// With the terms on which processes meet over TCP as variables set them, launcher or not:
+    /// patience, secret and address.
+    ///
+    /// # Errors
+    /// If one of them has no meaning.
+    pub fn with_terms(self, get: impl Fn(&str) -> Option<String>) -> Result<Self, EnvironmentError> {
+        let (patience, listen) = (patience(get(RENDEZVOUS_VARIABLE))?, listen(get(LISTEN_VARIABLE))?);
+        Ok(Self { patience, listen, secret: secret(self.launcher, &get)?, ..self })
+    }
+
     /// The variables by which launchers give a process its rank and world. A program that starts
     /// ranks of its own removes them from their environment.
     pub fn variables() -> impl Iterator<Item = &'static str> {

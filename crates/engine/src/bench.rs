@@ -29,7 +29,7 @@ use trainyard_base::median;
 use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
 use trainyard_model::{BatchSlices, Model};
-use trainyard_program::{Program, StepKind, Strategy};
+use trainyard_program::{Fragment, Program, StepKind, Strategy};
 use trainyard_tensor::{Device, Purpose};
 
 /// Untimed steps after the first, in which caches, huge pages and the pool's sizes settle.
@@ -442,9 +442,9 @@ pub fn forecast(resolved: &Resolved, rank: u32) -> Result<(Program, StepNeeds)> 
 /// # Errors
 ///
 /// A model that does not fit.
-pub fn forecast_of(resolved: &Resolved, kind: StepKind) -> Result<(Program, StepNeeds)> {
+pub fn forecast_of(resolved: &Resolved, kind: StepKind, fragment: Option<Fragment>) -> Result<(Program, StepNeeds)> {
     let model = shape::model_of(resolved, model_spec(resolved)?, 0)?;
-    let strategy = Strategy { kind, ..shape::strategy(resolved, model.units().len())? };
+    let strategy = Strategy { kind, fragment, ..shape::strategy(resolved, model.units().len())? };
     let (batch, dtype) = (shape::batch_shape(resolved, &model), shape::compute_dtype(resolved));
     let program = shape::program(&model, &batch, dtype, &shape::mesh(resolved), &strategy, 0)?;
     let prediction = predict(model, &program, &batch, &settings(resolved))?;

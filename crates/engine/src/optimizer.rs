@@ -25,6 +25,7 @@ use crate::constraints::{PrunedMatrices, Sparsity};
 use crate::rank::RankSettings;
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
 use crate::tier::{Lower, Store, Stored, Tiers, aligned};
+pub(crate) use averages::swap;
 use group::Group;
 use on_host::Visit;
 use std::ops::Range;

@@ -4,12 +4,17 @@
 //! since the last one, averages it over replicas, and applies it as a gradient to the parameters
 //! from then, with momentum (Douillard et al. 2023, DiLoCo). All replicas go on from the result.
 //!
+//! In streaming DiLoCo (Douillard et al. 2025) the units are divided into fragments, each with outer
+//! steps at times of its own. The changes of a fragment may travel *beside* a step, from before its
+//! forward: the result is mixed into what the step's update makes.
+//!
 //! State between steps: the parameters of the last outer step, and their momentum. Every replica
 //! has the same of both.
 
 use crate::Result;
 use crate::encoded::{EncodedSums, Moment};
 use crate::links::ReduceLinks;
+use crate::optimizer::swap;
 use crate::state::{Holding, ParameterState};
 use serde::Serialize;
 use std::ops::Range;
@@ -24,6 +29,9 @@ pub struct OuterSettings {
     pub learning_rate: f64,
     /// Nesterov momentum; 0: none.
     pub momentum: f64,
+    /// For outer steps that run beside a step: the share of a replica's own parameters in those
+    /// with which it goes on. None: outer steps follow a step, and replicas go on from the result.
+    pub mixing: Option<f64>,
 }
 
 /// The state of outer steps on one rank.
@@ -36,6 +44,8 @@ pub(crate) struct OuterStep {
     pub(crate) is_in_round: bool,
     /// Memory for the change of one unit, to compare it with the mean.
     own: Tensor,
+    /// Memory for a change that travels beside a step.
+    beside: Option<Tensor>,
     /// Sums of squares over the units so far: of the distance between this replica's change and the
     /// mean change, and of the mean change.
     squares: [f64; 2],
@@ -71,7 +81,9 @@ impl OuterStep {
         let units = (0..model.units().len()).map(unit).collect::<Result<Vec<_>>>()?;
         let largest = units.iter().flatten().map(|unit| unit.range.len()).max().unwrap_or(0);
         let own = device.empty([largest], DType::F32, Purpose::Comm)?;
-        Ok(OuterStep { settings, units, encoded, is_in_round: false, own, squares: [0.0; 2] })
+        let beside = || device.empty([largest], DType::F32, Purpose::Comm);
+        let beside = settings.mixing.map(|_| beside()).transpose()?;
+        Ok(OuterStep { settings, units, encoded, is_in_round: false, own, beside, squares: [0.0; 2] })
     }
 
     /// Takes the masters as the parameters of an outer step.
@@ -85,7 +97,7 @@ impl OuterStep {
         Ok(())
     }
 
-    /// The outer step of `unit`. All replicas call this together.
+    /// The outer step of `unit`, after its update. All replicas call this together.
     pub(crate) fn step(
         &mut self,
         number: usize,
@@ -93,45 +105,93 @@ impl OuterStep {
         links: &ReduceLinks,
         at: Moment,
     ) -> Result<()> {
-        let Some(unit) = &mut self.units[number] else { return Ok(()) };
+        let Some(unit) = &self.units[number] else { return Ok(()) };
+        let (held, range) = (parameters.unit(number), unit.range.clone());
+        // The masters become the change.
+        let mut change = held.master_range(range.clone())?;
+        self.average(number, &mut change, links, at)?;
+        change.copy_from(&self.unit(number).parameters)?;
+        held.write_copy(range, &change)
+    }
+
+    /// The outer step of `unit` beside a step: it takes the change of the masters before the update,
+    /// and leaves them as they are. All replicas call this together.
+    pub(crate) fn step_beside(
+        &mut self,
+        number: usize,
+        parameters: &ParameterState,
+        links: &ReduceLinks,
+        at: Moment,
+    ) -> Result<()> {
+        let Some(unit) = &self.units[number] else { return Ok(()) };
+        let masters = parameters.unit(number).master_range(unit.range.clone())?;
+        let beside = self.beside.as_ref().expect("memory for changes that travel beside steps");
+        let mut change = beside.view(0, [masters.elements()])?;
+        change.copy_from(&masters)?;
+        self.average(number, &mut change, links, at)
+    }
+
+    /// Mixes the parameters of the outer step into the masters: they become `mixing` times
+    /// themselves, and the rest of the outer parameters (Douillard et al. 2025, Equation 2).
+    pub(crate) fn merge(&mut self, number: usize, parameters: &ParameterState) -> Result<()> {
+        let Some(unit) = &self.units[number] else { return Ok(()) };
         let held = parameters.unit(number);
+        let mut masters = held.master_range(unit.range.clone())?;
+        let mixing = self.settings.mixing.expect("a share of mixing where outer steps run beside steps");
+        if mixing == 0.0 {
+            masters.copy_from(&unit.parameters)?;
+        } else {
+            let mut distance = self.own.view(0, [masters.elements()])?;
+            distance.copy_from(&masters)?;
+            subtract(&mut distance, &unit.parameters, 1.0)?;
+            subtract(&mut masters, &distance, (1.0 - mixing) as f32)?;
+        }
+        held.write_copy(unit.range.clone(), &masters)
+    }
+
+    /// Takes `change`, which holds masters, and makes it their change; averages it over replicas,
+    /// and applies the outer rule to the parameters of the last outer step.
+    fn average(&mut self, number: usize, change: &mut Tensor, links: &ReduceLinks, at: Moment) -> Result<()> {
+        let unit = self.units[number].as_mut().expect("asked for units that the rank holds");
         let replicas = &links.replicate;
-        let plain = Sgd { lr: 1.0, momentum: 0.0, nesterov: false, weight_decay: 0.0, decay: Decay::Decoupled };
-        // The masters become the change, masters - parameters, which is minus the gradient.
-        let mut change = held.master_range(unit.range.clone())?;
-        let operands =
-            OptimizerOperands { master: &mut change, gradient: &unit.parameters, gradient_scale: 1.0, copy: None };
-        sgd(plain, operands, None)?;
+        // masters - parameters, which is minus the gradient.
+        subtract(change, &unit.parameters, 1.0)?;
         let mut own = self.own.view(0, [change.elements()])?;
-        own.copy_from(&change)?;
+        own.copy_from(change)?;
         match self.encoded.as_ref().filter(|_| replicas.size() > 1) {
-            Some(encoded) => encoded.all_reduce(number, &mut change, replicas, at)?,
-            None => replicas.all_reduce(&mut change, &links.staging)?,
+            Some(encoded) => encoded.all_reduce(number, change, replicas, at)?,
+            None => replicas.all_reduce(change, &links.staging)?,
         }
         let share = 1.0 / replicas.size() as f64;
-        self.squares[1] += share * share * sum_of_squares(&change)?;
-        let operands =
-            OptimizerOperands { master: &mut own, gradient: &change, gradient_scale: share as f32, copy: None };
-        sgd(plain, operands, None)?;
+        self.squares[1] += share * share * sum_of_squares(change)?;
+        subtract(&mut own, change, share as f32)?;
         self.squares[0] += sum_of_squares(&own)?;
-        let OuterSettings { learning_rate, momentum } = self.settings;
-        let rule = Sgd { lr: learning_rate as f32, momentum: momentum as f32, nesterov: momentum != 0.0, ..plain };
+        let OuterSettings { learning_rate, momentum, .. } = self.settings;
+        let rule = Sgd { lr: learning_rate as f32, momentum: momentum as f32, nesterov: momentum != 0.0, ..PLAIN };
         let operands = OptimizerOperands {
             master: &mut unit.parameters,
-            gradient: &change,
+            gradient: change,
             gradient_scale: -share as f32,
             copy: None,
         };
-        sgd(rule, operands, unit.momentum.as_mut())?;
-        change.copy_from(&unit.parameters)?;
-        held.write_copy(unit.range.clone(), &change)
+        Ok(sgd(rule, operands, unit.momentum.as_mut())?)
     }
 
-    /// Ends the outer step of all units. Returns the drift between replicas: the root mean square
+    /// Exchanges the masters with the parameters of the last outer step. A second call restores
+    /// every bit.
+    pub(crate) fn swap(&self, number: usize, parameters: &ParameterState) -> Result<()> {
+        let Some(unit) = &self.units[number] else { return Ok(()) };
+        let held = parameters.unit(number);
+        let masters = held.master_range(unit.range.clone())?;
+        swap(&masters, &unit.parameters)?;
+        held.write_copy(unit.range.clone(), &masters)
+    }
+
+    /// Ends the outer step of all units, or of a fragment. Returns the drift between replicas: the root mean square
     /// distance of their changes from the mean change, as a share of its length. All replicas call
     /// this together.
-    pub(crate) fn end(&mut self, links: &ReduceLinks) -> Result<f64> {
-        self.is_in_round = false;
+    pub(crate) fn end(&mut self, links: &ReduceLinks, is_whole: bool) -> Result<f64> {
+        self.is_in_round &= !is_whole;
         let squares = std::mem::take(&mut self.squares);
         let sum = |numbers: Vec<f64>| -> [f64; 2] {
             numbers.chunks(2).fold([0.0; 2], |sum, pair| [sum[0] + pair[0], sum[1] + pair[1]])
@@ -169,6 +229,15 @@ impl OuterStep {
 pub(crate) fn master_range(model: &Model, holding: &Holding, unit: usize) -> Range<usize> {
     let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);
     holding.range(holding.placement.masters, &layout)
+}
+
+/// A step of SGD that subtracts its gradient.
+const PLAIN: Sgd = Sgd { lr: 1.0, momentum: 0.0, nesterov: false, weight_decay: 0.0, decay: Decay::Decoupled };
+
+/// `from -= share * what`
+fn subtract(from: &mut Tensor, what: &Tensor, share: f32) -> Result<()> {
+    let operands = OptimizerOperands { master: from, gradient: what, gradient_scale: share, copy: None };
+    Ok(sgd(PLAIN, operands, None)?)
 }
 
 fn sum_of_squares(values: &Tensor) -> Result<f64> {

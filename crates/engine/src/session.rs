@@ -226,13 +226,13 @@ impl Session {
         let own_programs =
             |strategy: &Strategy| shape::programs(&shape, &shape::mesh(&resolved), strategy, world.rank() as u32);
         let mut programs = Vec::from(own_programs(&strategy)?);
-        if let Some(outer) = shape::outer_strategy(&resolved, &strategy) {
-            programs.extend(own_programs(&outer)?);
+        let outer = shape::outer_strategies(&resolved, &strategy);
+        for strategy in &outer {
+            programs.extend(own_programs(strategy)?);
         }
         if resolved.compression.warmup_steps > 0 {
-            for strategy in [Some(strategy.clone()), shape::outer_strategy(&resolved, &strategy)].into_iter().flatten()
-            {
-                programs.extend(own_programs(&Strategy { warms_up: true, ..strategy })?);
+            for strategy in std::iter::once(&strategy).chain(&outer) {
+                programs.extend(own_programs(&Strategy { warms_up: true, ..strategy.clone() })?);
             }
         }
         let choice = collectives::choose(&resolved, &world)?;
@@ -343,10 +343,10 @@ impl Session {
         })
     }
 
-    /// The place in [`Session::programs`] of the program of step `step`, from 0, which is of
-    /// `kind`, with or without a snapshot at its end.
-    pub(crate) fn program_place(&self, step: u64, kind: StepKind, snapshot: bool) -> usize {
-        let place = 2 * usize::from(matches!(kind, StepKind::Outer | StepKind::Drained)) + usize::from(snapshot);
+    /// The place in [`Session::programs`] of the program of step `step`, from 0: number `outer` of
+    /// [`shape::outer_strategies`], or the common one, with or without a snapshot at its end.
+    pub(crate) fn program_place(&self, step: u64, outer: Option<usize>, snapshot: bool) -> usize {
+        let place = 2 * outer.map_or(0, |number| 1 + number) + usize::from(snapshot);
         let warms_up = step < self.resolved.compression.warmup_steps;
         place + if warms_up { self.programs.len() / 2 } else { 0 }
     }

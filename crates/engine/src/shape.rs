@@ -671,13 +671,14 @@ pub fn programs(shape: &ModelShape, mesh: &Mesh, strategy: &Strategy, rank: u32)
 
 /// The strategy of steps that end a round: in an outer step where replicas train apart, or with all
 /// updates of a parameter server. None where every step is the same.
-pub fn outer_strategy(resolved: &Resolved, strategy: &Strategy) -> Option<Strategy> {
-    let kind = match (resolved.apart, resolved.server) {
-        (Some(_), _) => StepKind::Outer,
-        (_, Some(_)) => StepKind::Drained,
-        _ => return None,
+pub fn outer_strategies(resolved: &Resolved, strategy: &Strategy) -> Vec<Strategy> {
+    let (kind, fragments) = match (resolved.apart, resolved.server) {
+        (Some(apart), _) => (StepKind::Outer, apart.fragments()),
+        (_, Some(_)) => (StepKind::Drained, Vec::new()),
+        _ => return Vec::new(),
     };
-    Some(Strategy { kind, ..strategy.clone() })
+    let fragments = std::iter::once(None).chain(fragments.into_iter().map(Some));
+    fragments.map(|fragment| Strategy { kind, fragment, ..strategy.clone() }).collect()
 }
 
 /// The checked program of a step of `model` for rank `rank` of `mesh`, whose micro-batches have

@@ -151,12 +151,13 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
         run.evaluate()?;
     }
     let ending = loop {
-        let (kind, snapshot) = match run.agree()? {
-            Next::Step { kind, snapshot } => (kind, snapshot),
+        let next = match run.agree()? {
+            Next::Step(next) => next,
             Next::End(ending) => break ending,
         };
-        let outcome = run.step(kind, snapshot)?;
-        run.record(&outcome, kind, snapshot)?;
+        let kind = run.session.programs[next.place].kind;
+        let outcome = run.step(next)?;
+        run.record(&outcome, next)?;
         run.guard_against_divergence(&outcome, kind)?;
         run.compare_replicas(kind)?;
         run.look_for_dead_units(kind)?;
@@ -172,8 +173,16 @@ fn train_steps(session: &mut Session, progress: &mut dyn Progress, control: Cont
 
 /// The next action, the same on every rank.
 enum Next {
-    Step { kind: StepKind, snapshot: bool },
+    Step(NextStep),
     End(Ending),
+}
+
+#[derive(Clone, Copy)]
+struct NextStep {
+    /// Of its program, in [`Session::programs`].
+    place: usize,
+    /// True if the program ends in a snapshot.
+    snapshot: bool,
 }
 
 struct Run<'s> {
@@ -368,13 +377,14 @@ impl<'s> Run<'s> {
 
     /// The next step, with or without a snapshot at its end.
     fn next_step(&self, snapshot: bool) -> Next {
-        let ends_round = self.session.state.step + 1 == self.round_end;
-        let kind = match self.session.programs[0].kind {
-            StepKind::Inner if ends_round => StepKind::Outer,
-            StepKind::Stale if ends_round || snapshot => StepKind::Drained,
-            kind => kind,
+        let step = self.session.state.step + 1;
+        let ends_round = step == self.round_end;
+        let outer = match (&self.session.resolved.apart, self.session.programs[0].kind) {
+            (Some(apart), _) => apart.outer_step(step, ends_round && Some(step) == self.clock.steps),
+            (None, StepKind::Stale) => (ends_round || snapshot).then_some(0),
+            _ => None,
         };
-        Next::Step { kind, snapshot }
+        Next::Step(NextStep { place: self.session.program_place(step - 1, outer, snapshot), snapshot })
     }
 
     fn is_complete(&self) -> bool {
@@ -423,15 +433,15 @@ impl<'s> Run<'s> {
     }
 
     /// Executes the step program.
-    fn step(&mut self, kind: StepKind, snapshot: bool) -> Result<StepOutcome> {
+    fn step(&mut self, NextStep { place, snapshot }: NextStep) -> Result<StepOutcome> {
         let session = &mut *self.session;
         let settings = StepSettings {
             step: session.state.step,
             rate_factor: self.clock.schedule.factor(session.state.step),
             clip_norm: session.resolved.optimizer.clip_norm,
         };
-        let apart = kind.is_apart();
-        let program = &session.programs[session.program_place(session.state.step, kind, snapshot)];
+        let program = &session.programs[place];
+        let apart = program.kind.is_apart();
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
         let copies = session.copies_state;
         let samples = loader.position().samples + session.resolved.batch.global as u64;
@@ -479,7 +489,7 @@ impl<'s> Run<'s> {
     }
 
     /// Computes the step's metrics, records them and shows them.
-    fn record(&mut self, outcome: &StepOutcome, kind: StepKind, snapshot: bool) -> Result<()> {
+    fn record(&mut self, outcome: &StepOutcome, NextStep { place, .. }: NextStep) -> Result<()> {
         let now = Instant::now();
         let last_end = std::mem::replace(&mut self.clock.last_step_end, now);
         let step_s = (now - last_end).as_secs_f64();
@@ -546,7 +556,6 @@ impl<'s> Run<'s> {
         {
             self.progress.note(&said);
         }
-        let place = session.program_place(step - 1, kind, snapshot);
         let program = &session.programs[place];
         self.kinds.add(program, &outcome.spans);
         if let Some(trace) = &mut self.trace {
@@ -595,6 +604,8 @@ impl<'s> Run<'s> {
             // The workers of a server have the same counts once they have all updates.
             StepKind::Synchronous | StepKind::Drained => {}
             StepKind::Inner | StepKind::Stale => return Ok(()),
+            // Fragments have outer steps inside a round.
+            StepKind::Outer if self.session.state.step < self.round_end => return Ok(()),
             StepKind::Outer => {
                 let world = &self.session.world;
                 let mut all = vec![0; 2 * world.size()];

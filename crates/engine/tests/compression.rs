@@ -258,7 +258,9 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let diloco: &[&str] = &["update.rule='diloco'", "update.every=3", "compression.outer='int4'"];
-    let rules: [&[&str]; 7] = [
+    let streaming: &[&str] =
+        &["update.fragments=2", "update.overlap=true", "evaluation.interval_steps=3", "data.validation_fraction=0.1"];
+    let rules: [&[&str]; 9] = [
         &["parallel.ranks=2", "compression.gradients='one_bit'"],
         &["parallel.ranks=2", "parallel.zero_stage=3", "compression.gradients='top_k'"],
         &[HYBRID, &["compression.gradients='int4'"]].concat(),
@@ -266,6 +268,8 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
         &[&["parallel.ranks=2"], diloco].concat(),
         &[HYBRID, diloco, &["compression.gradients='int4'"]].concat(),
         &["parallel.ranks=2", "update.rule='local'", "update.every=2"],
+        &[&["parallel.ranks=2"], diloco, streaming].concat(),
+        &[HYBRID, diloco, &["update.fragments=3"]].concat(),
     ];
     for (number, rule) in rules.into_iter().enumerate() {
         let name = format!("whole-{number}");

@@ -4,6 +4,14 @@
 mod common;
 
 use common::*;
+use std::collections::BTreeMap;
+use trainyard_autograd::ParamId;
+use trainyard_comm::local;
+use trainyard_engine::rank::Rank;
+use trainyard_engine::world::run;
+use trainyard_model::Model;
+use trainyard_program::Program;
+use trainyard_tensor::Device;
 
 const SGD: &[&str] =
     &["optimizer.name='sgd'", "optimizer.momentum=0", "optimizer.clip_norm=0", "precision.compute='f32'"];
@@ -96,6 +104,7 @@ fn replicas_apart_learn_about_as_much_as_together() {
         (local, parts, 0.173),
         (diloco, &[], -0.115),
         (diloco, &["compression.outer='int4'"], -0.114),
+        (diloco, &["update.fragments=4", "update.overlap=true"], 0.075),
     ] {
         let ends = train(&[two, rule, more].concat(), 60);
         assert_eq!(ends[0].outcomes[0].tokens, together[0].outcomes[0].tokens, "{rule:?} {more:?}");
@@ -105,10 +114,110 @@ fn replicas_apart_learn_about_as_much_as_together() {
     }
 }
 
+/// The values of every parameter.
+type Values = BTreeMap<ParamId, Vec<f32>>;
+
+/// The values after one step of SGD of a replica from `start`, on its rows of step `step`.
+fn local_step(start: &Values, step: u64, replica: usize) -> Values {
+    let resolved = resolved(&[SGD, &["training.global_batch_size=4"]].concat());
+    let world = local::World::new(1).into_iter().next().unwrap();
+    let load =
+        |device: &Device, model: &Model, _, first, count| Ok(batch(device, model, step, 4 * replica + first, count));
+    let set = |rank: &mut Rank, _: &Program| {
+        rank.set_masters(|id, range, masters| Ok(masters.write(&start[&id][range])?)).unwrap();
+    };
+    values(&run(world, |world| train_rank_as(&resolved, world, 1, load, set)).unwrap())
+}
+
+fn values(end: &End) -> Values {
+    end.parts.iter().map(|(id, runs)| (*id, runs.iter().flat_map(|(_, values)| values.clone()).collect())).collect()
+}
+
+/// Streaming DiLoCo as its paper writes it (Douillard et al. 2025, Algorithm 1 and Equation 2), with
+/// local steps of single ranks.
+#[test]
+fn fragments_beside_steps_do_what_the_algorithm_says() {
+    const STEPS: u64 = 7;
+    const MIXING: f64 = 0.25;
+    let rule = ["update.rule='diloco'", "update.every=3", "update.fragments=2", "update.overlap=true"];
+    let more = ["update.mixing=0.25", "parallel.ranks=2", "parallel.data_parallel_replicate_degree=2"];
+    let streaming = [SGD, &rule, &more].concat();
+    let apart = resolved(&streaming).apart.unwrap();
+    let start = values(&train(&[SGD, &["optimizer.learning_rate=1e-20"]].concat(), 1)[0]);
+    let (mut outer, mut replicas) = (start.clone(), [start.clone(), start.clone()]);
+    let mut momentum: BTreeMap<ParamId, Vec<f64>> =
+        start.iter().map(|(id, values)| (*id, vec![0.0; values.len()])).collect();
+    // The outer update of the parameters of some units, with Nesterov momentum.
+    let mut average = |outer: &mut Values, replicas: &[Values; 2], is_due: &dyn Fn(ParamId) -> bool| {
+        for (id, values) in outer.iter_mut().filter(|(id, _)| is_due(**id)) {
+            let momentum = momentum.get_mut(id).unwrap();
+            for (place, value) in values.iter_mut().enumerate() {
+                let mean = replicas.iter().map(|replica| f64::from(replica[id][place])).sum::<f64>() / 2.0;
+                let gradient = f64::from(*value) - mean;
+                momentum[place] = 0.9 * momentum[place] + gradient;
+                *value = (f64::from(*value) - 0.7 * (gradient + 0.9 * momentum[place])) as f32;
+            }
+        }
+    };
+    let mut turns = Vec::new();
+    for step in 1..=STEPS {
+        let number = apart.outer_step(step, step == STEPS);
+        turns.push(number);
+        let fragment = number.and_then(|number| number.checked_sub(1));
+        let is_due = |id: ParamId| fragment.is_some_and(|index| id.unit as usize % 2 == index);
+        average(&mut outer, &replicas, &is_due);
+        for (index, replica) in replicas.iter_mut().enumerate() {
+            *replica = local_step(replica, step - 1, index);
+            for (id, values) in replica.iter_mut().filter(|(id, _)| is_due(**id)) {
+                let mix = |(own, outer): (&mut f32, &f32)| {
+                    *own = (MIXING * f64::from(*own) + (1.0 - MIXING) * f64::from(*outer)) as f32;
+                };
+                values.iter_mut().zip(&outer[id]).for_each(mix);
+            }
+        }
+        if number == Some(0) {
+            average(&mut outer, &replicas, &|_| true);
+        }
+    }
+    assert_eq!(turns, [Some(1), None, Some(2), Some(1), None, Some(2), Some(0)]);
+    let ends = train(&streaming, STEPS);
+    let drifts: Vec<bool> = ends[0].outcomes.iter().map(|outcome| outcome.drift.is_some()).collect();
+    assert_eq!(drifts, turns.iter().map(Option::is_some).collect::<Vec<_>>());
+    let reached = values(&ends[0]);
+    let furthest = |a: &Values, b: &Values| {
+        let pairs = a.iter().flat_map(|(id, values)| values.iter().zip(&b[id]));
+        pairs.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max)
+    };
+    let (error, moved) = (furthest(&reached, &outer), furthest(&reached, &start));
+    assert!(error < 2e-6 && moved > 1e3 * error, "{error:e}, moved by {moved:e}");
+}
+
+/// As [`replicas_end_alike_and_layouts_inside_them_change_no_bit`], for fragments, beside steps and
+/// after them.
+#[test]
+fn fragments_end_alike_in_every_layout_with_the_predicted_memory() {
+    for how in [&["update.fragments=3"][..], &["update.overlap=true"], &["update.fragments=3", "update.overlap=true"]] {
+        for codec in [&[][..], &["compression.outer='int4'"]] {
+            let mut reference = None;
+            for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
+                let rule = ["update.rule='diloco'", "update.every=3", "parallel.data_parallel_replicate_degree=2"];
+                let sets = [&rule[..], how, codec, &["parallel.ranks=4", stage]].concat();
+                let ends = train(&sets, 8);
+                let result = weights(&ends);
+                assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+                ends.iter().for_each(|end| check_memory(end, &sets));
+            }
+        }
+    }
+}
+
 #[test]
 fn settings_that_do_not_go_with_training_apart_are_refused() {
     let two = "parallel.ranks=2";
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 11] = [
+        (&[two, "update.overlap=true"], "update.rule is \"synchronous\""),
+        (&[two, "update.rule='diloco'", "update.mixing=0.5"], "update.overlap is false"),
+        (&[two, "update.rule='diloco'", "update.every=4", "update.fragments=5"], "at most 4"),
         (&["update.rule='local'"], "there is one"),
         (&[two, "update.every=4"], "update.rule is \"synchronous\""),
         (&[two, "update.rule='local'", "update.outer_momentum=0.9"], "whose outer step is the mean"),

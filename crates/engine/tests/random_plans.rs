@@ -117,11 +117,15 @@ fn plan(draw: &mut Draw) -> Vec<String> {
     sometimes(8, draw, "memory.offload.parameters", &tiers);
     sometimes(8, draw, "memory.offload.activations", &tiers);
     sometimes(8, draw, "compression.gradients", &codecs);
-    sometimes(10, draw, "update.rule", &["'local'", "'diloco'"]);
     sometimes(10, draw, "training.elastic_bits", &["true"]);
     sometimes(10, draw, "fine_tuning.adapter", &["'lora'"]);
     sometimes(10, draw, "averaging.kind", &["'ema'", "'uniform'"]);
     sometimes(12, draw, "optimizer.clip_norm", &["0"]);
+    if draw.once_in(10) {
+        sets.push(format!("update.rule={}", draw.of(&["'local'", "'diloco'"])));
+        sets.push(format!("update.fragments={}", draw.of(&["1", "2", "3"])));
+        sets.push(format!("update.overlap={}", draw.of(&["false", "true"])));
+    }
     sets
 }
 
@@ -137,7 +141,7 @@ fn plans(resolved: &Resolved) -> Result<(), EngineError> {
         let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(resolved))?;
         let strategy = shape::strategy(resolved, model.units().len())?;
         let [program, _] = shape::programs(&model_shape, &mesh, &strategy, rank)?;
-        if let Some(outer) = shape::outer_strategy(resolved, &strategy) {
+        for outer in shape::outer_strategies(resolved, &strategy) {
             shape::programs(&model_shape, &mesh, &outer, rank)?;
         }
         predict(model, &program, &batch, &shape::rank_settings(resolved))?;

@@ -116,6 +116,7 @@ impl<'a> Bounds<'a> {
             fused_loss: false,
             micro_batches: 1,
             kind: StepKind::Synchronous,
+            fragment: None,
             server: None,
             folded: false,
             rounding_bits: None,

@@ -89,7 +89,11 @@ impl TimeCategory {
             Action::Forward { .. } => TimeCategory::Forward,
             Action::Backward { .. } => TimeCategory::Backward,
             // The servers' work for a step follows its commits.
-            Action::Fold { .. } | Action::Clip { .. } | Action::Commit | Action::Update { .. } => TimeCategory::Update,
+            Action::Fold { .. }
+            | Action::Clip { .. }
+            | Action::Commit
+            | Action::Update { .. }
+            | Action::Merge { .. } => TimeCategory::Update,
             Action::Gather { .. } | Action::Release { .. } | Action::Pull { .. } => TimeCategory::Gather,
             Action::Reduce { .. }
             | Action::Tie { .. }

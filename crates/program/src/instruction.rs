@@ -256,12 +256,19 @@ pub enum Action {
     },
     /// The outer step of a unit: averages over replicas the change of their parameters since the
     /// last outer step, applies the outer update to the parameters from then, and gives all
-    /// replicas the result.
+    /// replicas the result. If the step's [`Fragment`] overlaps, the change is that before the step,
+    /// and the result waits for [`Action::Merge`].
     Outer {
         /// Index of the unit.
         unit: u32,
         /// Axis along which replicas train apart: [`Axis::Replicate`].
         axis: Axis,
+    },
+    /// Mixes the result of a unit's outer step, which ran during the step, into the masters that
+    /// the update has made, and writes the copy that the next forward reads.
+    Merge {
+        /// Index of the unit.
+        unit: u32,
     },
     /// Sends a unit's gradient of the step to the servers, each its part of it.
     Push {
@@ -367,7 +374,8 @@ impl Action {
             | Action::Reduce { .. }
             | Action::Tie { .. }
             | Action::Push { .. }
-            | Action::Outer { .. } => Lane::Reduce,
+            | Action::Outer { .. }
+            | Action::Merge { .. } => Lane::Reduce,
             Action::Send { .. } => Lane::Send,
             Action::Recv { .. } => Lane::Receive,
             Action::Exchange { .. } => Lane::Inner,
@@ -393,6 +401,7 @@ impl Action {
             Action::Clip { .. } => "clip",
             Action::Update { .. } => "update",
             Action::Outer { .. } => "outer",
+            Action::Merge { .. } => "merge",
             Action::Push { .. } => "push",
             Action::Commit => "commit",
             Action::Pull { .. } => "pull",
@@ -417,6 +426,7 @@ impl Action {
             | Action::Exchange { unit, .. }
             | Action::Update { unit, .. }
             | Action::Outer { unit, .. }
+            | Action::Merge { unit }
             | Action::Push { unit }
             | Action::Pull { unit, .. }
             | Action::Fetch { unit, .. }

@@ -47,8 +47,8 @@ pub use program::Program;
 pub use runnable::{Runnable, runnable};
 pub use split::{Border, SegmentShape, SplitShape, ValueShape};
 pub use strategy::{
-    Extent, Fresh, ModelShape, Offload, ParameterServer, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM, StateBytes,
-    StepKind, Strategy, StrategyError, Tier, UnitShape, chunk_elements, padded,
+    Extent, Fragment, Fresh, ModelShape, Offload, ParameterServer, Placement, ReduceSchedule, Reshard, SHARD_QUANTUM,
+    StateBytes, StepKind, Strategy, StrategyError, Tier, UnitShape, chunk_elements, padded,
 };
 pub use streams::Streams;
 pub use table::{CellFault, Schedule, ScheduleTable, TableError, TurnTimes};

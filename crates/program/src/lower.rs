@@ -171,7 +171,9 @@ pub(crate) struct Lowering<'a> {
     pub(crate) pieces: Vec<(u32, u32)>,
     pub(crate) fetched: Vec<u32>,
     pub(crate) updated: usize,
-    /// The last outer step of a unit.
+    /// Per unit, the outer step that runs during the step.
+    pub(crate) averaged: Vec<Option<u32>>,
+    /// The instruction that ends the last outer step of a unit.
     pub(crate) outer: Option<u32>,
 }
 
@@ -216,6 +218,7 @@ impl<'a> Lowering<'a> {
             fused_loss: backward_follows(&passes, units as u32 - 1),
             micro_batches: accumulation,
             kind: strategy.kind,
+            fragment: strategy.fragment,
             server: strategy.server,
             folded: strategy.elastic,
             rounding_bits: strategy.rounding_bits,
@@ -302,6 +305,7 @@ impl<'a> Lowering<'a> {
             pieces: Vec::new(),
             fetched: Vec::new(),
             updated: 0,
+            averaged: vec![None; units],
             outer: None,
             passes,
             program,
@@ -310,6 +314,7 @@ impl<'a> Lowering<'a> {
 
     fn lower(mut self) -> Program {
         self.load();
+        self.average_beside();
         for at in 0..self.passes.len() {
             self.receive(at);
             self.acquire(at);

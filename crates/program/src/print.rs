@@ -1,6 +1,8 @@
 //! Programs as text.
 
-use crate::{Action, Axis, BackwardPart, Effect, Encoding, Instruction, Keep, Layout, Memory, Phase, Program, State};
+use crate::{
+    Action, Axis, BackwardPart, Effect, Encoding, Fragment, Instruction, Keep, Layout, Memory, Phase, Program, State,
+};
 use std::fmt;
 
 impl fmt::Display for Program {
@@ -23,7 +25,11 @@ impl fmt::Display for Program {
             let hosts = if index < server.servers { format!(" and server {index}") } else { String::new() };
             format!(", worker{hosts} of {} servers, staleness {}", server.servers, server.staleness)
         });
-        let of = format!("rank {} of {}{degrees}{server}", self.rank, mesh.ranks());
+        let fragment = self.fragment.map_or_else(String::new, |Fragment { index, count, overlaps }| {
+            let beside = if overlaps { ", beside the step" } else { "" };
+            format!(", fragment {index} of {count}{beside}")
+        });
+        let of = format!("rank {} of {}{degrees}{server}{fragment}", self.rank, mesh.ranks());
         let batches = if self.micro_batches == 1 { "micro-batch" } else { "micro-batches" };
         writeln!(f, "{of}: {counts} instructions, {} units, {} {batches}", self.units.len(), self.micro_batches)?;
         writeln!(
@@ -147,6 +153,7 @@ fn describe(program: &Program, action: Action) -> String {
             format!("{name} {}{}{rounds}{pruned}", unit_name(unit), part(program, unit, chunk))
         }
         Action::Outer { unit, axis } => format!("{name} {}{}", unit_name(unit), unless(axis, Axis::Replicate)),
+        Action::Merge { unit } => format!("{name} {}", unit_name(unit)),
         Action::Push { unit } => format!("{name} {} to {}", unit_name(unit), servers(program)),
         Action::Commit => format!("{name} the step to {}", servers(program)),
         Action::Pull { unit, staleness: 0 } => format!("{name} {} from {}", unit_name(unit), servers(program)),

@@ -1,8 +1,8 @@
 //! The program of one rank.
 
 use crate::{
-    Action, Axes, Axis, BackwardPart, Effect, Extent, Instruction, Lane, MemoryKind, Mesh, Offload, ParameterServer,
-    Phase, Placement, SplitShape, State, StepKind, Stretch, Tier,
+    Action, Axes, Axis, BackwardPart, Effect, Extent, Fragment, Instruction, Lane, MemoryKind, Mesh, Offload,
+    ParameterServer, Phase, Placement, SplitShape, State, StepKind, Stretch, Tier,
 };
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -54,6 +54,9 @@ pub struct Program {
     /// The kind of the step.
     #[serde(default, skip_serializing_if = "StepKind::is_synchronous")]
     pub kind: StepKind,
+    /// The fragment that an outer step averages; None: the whole model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fragment: Option<Fragment>,
     /// The parameter server, if the rank is a worker of one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub server: Option<ParameterServer>,
@@ -79,6 +82,16 @@ pub struct Program {
 }
 
 impl Program {
+    /// True if this step averages the changes of a unit over replicas.
+    pub fn averages(&self, unit: u32) -> bool {
+        self.kind == StepKind::Outer && self.fragment.is_none_or(|fragment| fragment.has(unit))
+    }
+
+    /// True if changes of parameters travel while the step computes.
+    pub fn averages_beside(&self) -> bool {
+        self.kind == StepKind::Outer && self.fragment.is_some_and(|fragment| fragment.overlaps)
+    }
+
     /// The numbers of a lane's instructions, in order.
     pub fn on_lane(&self, lane: Lane) -> impl Iterator<Item = usize> + '_ {
         self.instructions.iter().enumerate().filter(move |(_, i)| i.action.lane() == lane).map(|(number, _)| number)

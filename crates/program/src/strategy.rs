@@ -180,6 +180,26 @@ impl StepKind {
     }
 }
 
+/// The part of a model whose changes an outer step averages (streaming DiLoCo, Douillard et al.
+/// 2025).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Fragment {
+    /// Its number, from 0.
+    pub index: u32,
+    /// Number of fragments. Fragment `i` has the units `i`, `i + count`, `i + 2 count` ...
+    pub count: u32,
+    /// True if the changes before the step travel while the step computes, and their mean is mixed
+    /// into the step's result.
+    pub overlaps: bool,
+}
+
+impl Fragment {
+    /// True if it has a unit.
+    pub const fn has(self, unit: u32) -> bool {
+        unit % self.count == self.index
+    }
+}
+
 /// A parameter server (Li et al. 2014): some of the data ranks also host a server, which owns a
 /// part of the masters and of the optimizer state. All data ranks are workers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -276,6 +296,8 @@ pub struct Strategy {
     pub outer: Option<Encoding>,
     /// True if outer steps have momentum.
     pub outer_momentum: bool,
+    /// The fragment of an outer step; None: the whole model, after the update.
+    pub fragment: Option<Fragment>,
     /// The parameter server of steps that have one.
     pub server: Option<ParameterServer>,
     /// The bits to which an update rounds the matrices of blocks in the copy that forward reads;
@@ -310,6 +332,7 @@ impl Strategy {
             gathers: None,
             outer: None,
             outer_momentum: true,
+            fragment: None,
             server: None,
             rounding_bits: None,
             pruned: false,

@@ -146,7 +146,7 @@ impl Lowering<'_> {
     fn update_piece(&mut self, (unit, chunk): (u32, u32)) -> u32 {
         let offload = self.strategy.offload;
         let mut instruction = Instruction::new(Action::Update { unit, chunk });
-        let mut needs = vec![self.present[unit as usize], self.dropped[unit as usize]];
+        let mut needs = vec![self.present[unit as usize], self.dropped[unit as usize], self.averaged[unit as usize]];
         if offload.optimizer.is_some() {
             needs.push(Some(self.fetched[self.updated]));
         }
@@ -192,20 +192,37 @@ impl Lowering<'_> {
         }
     }
 
-    /// Emits the outer step of a unit whose inner update is `updated`, if the step has one. Returns
-    /// the instruction that completes the masters.
-    fn outer_step(&mut self, unit: u32, updated: u32) -> u32 {
-        if self.strategy.kind != StepKind::Outer {
-            return updated;
+    /// Emits the outer steps that run while the step computes. They read the masters before it.
+    pub(crate) fn average_beside(&mut self) {
+        if !self.program.averages_beside() {
+            return;
         }
+        for unit in self.trains.clone().into_iter().filter(|unit| self.program.averages(*unit)).collect::<Vec<_>>() {
+            let outer = self.average(unit);
+            self.averaged[unit as usize] = Some(self.builder.push(outer, []));
+        }
+    }
+
+    /// The outer step of a unit.
+    fn average(&self, unit: u32) -> Instruction {
         let axis = Axis::Replicate;
         let changes = self.sizes.message(axis, self.sizes.held(unit, self.sizes.placement.masters, 4));
         let matrices = &self.sizes.model.units[unit as usize].matrices;
-        let outer =
-            Instruction::new(Action::Outer { unit, axis }).moving(changes).encoded(self.strategy.outer, matrices);
-        let outer = self.builder.push(outer, [updated]);
-        self.outer = Some(outer);
-        outer
+        Instruction::new(Action::Outer { unit, axis }).moving(changes).encoded(self.strategy.outer, matrices)
+    }
+
+    /// Emits the outer step of a unit whose inner update is `updated`, or its end, if the step has
+    /// one. Returns the instruction that completes the masters.
+    fn outer_step(&mut self, unit: u32, updated: u32) -> u32 {
+        if !self.program.averages(unit) {
+            return updated;
+        }
+        let last = match self.averaged[unit as usize] {
+            Some(averaged) => self.builder.push(Instruction::new(Action::Merge { unit }), [updated, averaged]),
+            None => self.builder.push(self.average(unit), [updated]),
+        };
+        self.outer = Some(last);
+        last
     }
 
     /// The memory that is held from the first instruction to the last.

@@ -5,8 +5,8 @@ mod common;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use trainyard_program::{
-    Action, Axis, BlockCodec, Codec, Encoding, Memory, MemoryKind, Mesh, Offload, Program, StepKind, Strategy as How,
-    check, check_ranks, lower, lower_rank,
+    Action, Axis, BlockCodec, Codec, Encoding, Fragment, Memory, MemoryKind, Mesh, Offload, Program, StepKind,
+    Strategy as How, check, check_ranks, lower, lower_rank,
 };
 
 /// Lowerings of every kind on meshes with every axis, for all ranks and checked.
@@ -17,11 +17,21 @@ fn inner_and_outer_steps_of_random_lowerings_pass_the_checker() {
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &[9; 32]));
     let kind = prop::sample::select(vec![StepKind::Synchronous, StepKind::Inner, StepKind::Outer]);
     let over = prop::sample::select(vec![Axis::Data, Axis::Replicate]);
-    let checked = runner.run(&(common::cases(6), kind, over, any::<bool>()), |(case, kind, over, feedback)| {
+    let fragment = prop::option::of((0..3u32, any::<bool>()))
+        .prop_map(|drawn| drawn.map(|(index, overlaps)| Fragment { index, count: 3, overlaps }));
+    let drawn = (common::cases(6), kind, over, any::<bool>(), fragment);
+    let checked = runner.run(&drawn, |(case, kind, over, feedback, fragment)| {
         let encoding = Some(Encoding { codec: Codec::Blocks(BlockCodec::Int8), over, feedback });
         let offload = if kind == StepKind::Synchronous { case.strategy.offload } else { Offload::default() };
-        let strategy =
-            How { kind, gradients: encoding, outer: encoding, elastic: false, offload, ..case.strategy.clone() };
+        let strategy = How {
+            kind,
+            gradients: encoding,
+            outer: encoding,
+            fragment,
+            elastic: false,
+            offload,
+            ..case.strategy.clone()
+        };
         let programs = lower(&case.model, &case.mesh, &strategy).unwrap();
         if let Err(error) = check_ranks(&programs) {
             return Err(TestCaseError::fail(format!("{error}\n{}", programs[0])));
@@ -85,6 +95,59 @@ fn mutants_of_outer_steps_are_refused() {
     let mut early = good;
     early.instructions[at].after.clear();
     refused(early, "both touch the optimizer state");
+}
+
+fn fragment_beside(index: u32, count: u32) -> Program {
+    let fragment = Some(Fragment { index, count, overlaps: true });
+    let strategy = How { kind: StepKind::Outer, fragment, zero_stage: 3, snapshot: true, ..How::new(4) };
+    lower_rank(&common::model(4), &Mesh::data(2, 2), &strategy, 3).unwrap()
+}
+
+/// Changes travel from the beginning of the step, and their mean comes in after the update.
+#[test]
+fn a_fragment_is_averaged_beside_the_step_and_merged_at_its_end() {
+    let program = fragment_beside(1, 2);
+    check(&program).unwrap();
+    let of = |is: fn(&Action) -> bool| -> Vec<usize> {
+        (0..program.instructions.len()).filter(|at| is(&program.instructions[*at].action)).collect()
+    };
+    let (sent, merged) = (of(|a| matches!(a, Action::Outer { .. })), of(|a| matches!(a, Action::Merge { .. })));
+    let units = |at: &[usize]| at.iter().map(|at| program.instructions[*at].action.unit().unwrap()).collect::<Vec<_>>();
+    assert_eq!((units(&sent), units(&merged)), (vec![1, 3], vec![1, 3]));
+    assert!(sent.iter().all(|at| program.instructions[*at].after.is_empty()), "nothing to wait for");
+    let first = of(|a| matches!(a, Action::Forward { .. }))[0];
+    let update = *of(|a| matches!(a, Action::Update { .. })).last().unwrap();
+    assert!(sent[1] < first && merged[1] > update);
+    assert!(program.to_string().contains("fragment 1 of 2, beside the step"), "{program}");
+}
+
+/// Whatever is left out of a step with a fragment beside it, or done too early, is refused.
+#[test]
+fn mutants_of_fragments_are_refused() {
+    let good = fragment_beside(1, 2);
+    let at = |is: fn(&Action) -> bool| good.instructions.iter().position(|one| is(&one.action)).unwrap();
+    let (outer, merge) = (at(|a| matches!(a, Action::Outer { .. })), at(|a| matches!(a, Action::Merge { .. })));
+    let refused = |mutant: Program, why: &str| {
+        let error = check(&mutant).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    };
+    let mut unordered = good.clone();
+    unordered.instructions[merge].after.clear();
+    refused(unordered, "both touch");
+    let mut other = good.clone();
+    other.instructions[merge].action = Action::Merge { unit: 0 };
+    refused(other, "the changes of unit 0 are not averaged");
+    let mut other = good.clone();
+    if let Action::Outer { unit, .. } = &mut other.instructions[outer].action {
+        *unit = 0;
+    }
+    refused(other, "no outer step of unit 0");
+    let mut whole = good.clone();
+    whole.fragment = None;
+    refused(whole, "is not updated");
+    let mut inner = good.clone();
+    inner.kind = StepKind::Inner;
+    refused(inner, "no outer step");
 }
 
 #[test]

@@ -131,6 +131,11 @@ impl Costs {
                 self.collective(Operation::AllReduce, sent, mesh.degree(axis), stride)
                     + self.stream_s(6.0 * bytes + encoding_bytes(program, instruction))
             }
+            // Masters and the parameters of the outer step are read, and masters and their copy written.
+            Action::Merge { unit } => {
+                let moved = 3 * 4 + self.stack.state.parameter;
+                self.stream_s(self.unit(unit).elements / masters_over(program) * f64::from(moved))
+            }
             // Every server takes its part from every worker, as the ranks of a reduce-scatter do.
             Action::Push { .. } => {
                 self.collective(Operation::ReduceScatter, bytes, mesh.shard_degree(), mesh.tp) * of_servers(program)
@@ -162,10 +167,7 @@ impl Costs {
                 f64::from(times) * self.exchange_s(mesh, collective, axis, bytes)
             }
             Action::Update { unit, .. } => {
-                let held = match program.placement.masters {
-                    trainyard_program::Extent::Full => 1.0,
-                    trainyard_program::Extent::Shard => f64::from(mesh.shard_degree()),
-                };
+                let held = masters_over(program);
                 // The gradient is read, the master and both moments are read and written, and the
                 // compute copy is written.
                 let state = &self.stack.state;
@@ -441,6 +443,14 @@ impl Units {
             units: self.order.iter().enumerate().map(unit).collect(),
             batch_bytes: 16 * u64::from(work.micro_batch) * u64::from(work.sequence),
         }
+    }
+}
+
+/// Number of ranks over which masters are divided.
+fn masters_over(program: &Program) -> f64 {
+    match program.placement.masters {
+        trainyard_program::Extent::Full => 1.0,
+        trainyard_program::Extent::Shard => f64::from(program.mesh.shard_degree()),
     }
 }
 

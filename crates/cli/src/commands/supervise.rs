@@ -159,7 +159,7 @@ impl RunFile {
     }
 
     /// The run's folder: the first line, once it is complete.
-    fn folder(&self) -> Option<PathBuf> {
+    pub fn folder(&self) -> Option<PathBuf> {
         let text = std::fs::read_to_string(&self.path).ok()?;
         text.split_once('\n').map(|(folder, _)| PathBuf::from(folder)).filter(|folder| !folder.as_os_str().is_empty())
     }
@@ -169,8 +169,13 @@ impl RunFile {
         std::fs::read_to_string(&self.path).ok()?.lines().nth(1)?.parse().ok()
     }
 
+    /// The file's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Removes the exit code of the last attempt; before the first attempt, removes the file.
-    fn begin_attempt(&self, restart: u32) -> Result<()> {
+    pub fn begin_attempt(&self, restart: u32) -> Result<()> {
         match self.folder().filter(|_| restart > 0) {
             _ if !self.is_ours => Ok(()),
             Some(folder) => {

@@ -5,8 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Time limit for anything that a test waits for.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A model that makes a step in milliseconds.
 pub const TINY: &str = "\
@@ -143,4 +148,28 @@ pub fn tensors(run: &Path) -> (String, Tensors) {
     let (step, tensors) = checkpoints(run).pop_last().expect("a checkpoint");
     assert!(!tensors.is_empty(), "no tensors in {step}");
     (step, tensors)
+}
+
+/// A port at which nobody listens.
+pub fn free_port() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+/// The steps that a run has recorded.
+pub fn metrics(folder: &Folder, name: &str) -> usize {
+    let metrics = folder.join(&format!("runs/{name}/metrics.jsonl"));
+    fs::read_to_string(&metrics).map_or(0, |text| text.lines().count())
+}
+
+/// Waits until the run has made `steps` steps.
+pub fn wait_for_steps(folder: &Folder, name: &str, steps: usize) {
+    let began = Instant::now();
+    while metrics(folder, name) < steps {
+        assert!(began.elapsed() < PATIENCE, "{name} does not come to step {steps}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub fn send(signal: &str, process: &str) {
+    assert!(Command::new("kill").args([signal, process]).status().expect("kill runs").success());
 }

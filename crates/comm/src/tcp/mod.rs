@@ -26,6 +26,7 @@
 //! Rank 0 listens until all have come, at loopback or at one address; afterwards nobody listens.
 
 mod door;
+pub mod elastic;
 mod link;
 mod mesh;
 mod rendezvous;

@@ -54,6 +54,8 @@ pub(super) enum Purpose {
     Meeting = 1,
     /// Two ranks, for their messages.
     Link = 2,
+    /// Hosts that come and go, and the keeper of their roster.
+    Hosts = 3,
 }
 
 impl JobSecret {

@@ -8,6 +8,7 @@
 //! | 1 + 32 | | [`WELCOME`] and its proof, or [`UNKNOWN`] and the end |
 //! | 4 + n | length, [`Word`] | the same |
 
+use super::elastic::{HostCard, Order, Report};
 use super::secret::{End, JobSecret, NONCE_BYTES, Nonce, Purpose, nonce};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -68,6 +69,12 @@ pub(super) enum Word {
     Refused(String),
     /// To another rank: this connection is ours.
     Peer { session: u64, rank: u32 },
+    /// To the keeper of a roster: a host comes. The keeper's own host knows the token.
+    Host { card: HostCard, token: Option<u64> },
+    /// To the keeper of a roster.
+    Report(Report),
+    /// From the keeper of a roster.
+    Order(Order),
 }
 
 fn strange(what: impl Into<String>) -> io::Error {
@@ -105,7 +112,12 @@ impl Word {
                 addresses.iter_mut().for_each(|address| address.host = printable(&address.host));
                 Word::Table { session, addresses }
             }
-            word @ (Word::Connected | Word::Begin | Word::Peer { .. }) => word,
+            Word::Host { card, token } => {
+                let card = HostCard { version: printable(&card.version), host: printable(&card.host), ..card };
+                Word::Host { card, token }
+            }
+            // The keeper's orders carry the names of hosts, which it has made printable.
+            word @ (Word::Connected | Word::Begin | Word::Peer { .. } | Word::Report(_) | Word::Order(_)) => word,
         })
     }
 }

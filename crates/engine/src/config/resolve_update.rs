@@ -8,7 +8,7 @@ use crate::encoded::CodeRounding;
 use crate::outer::OuterSettings;
 use crate::rank::Compression;
 use serde::Serialize;
-use trainyard_program::{Axis, BlockCodec, Codec, Encoding, PowerSgd};
+use trainyard_program::{Axis, BlockCodec, Codec, Encoding, Fragment, PowerSgd};
 
 /// The rule of replicas that train apart.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
@@ -17,6 +17,38 @@ pub struct Apart {
     pub every: u64,
     /// The outer step.
     pub outer: OuterSettings,
+    /// Number of fragments, each with outer steps at times of its own. 1: the whole model.
+    pub fragments: u64,
+}
+
+impl Apart {
+    /// True if parts of the model have outer steps at different times, or beside a step. Replicas
+    /// then differ between all steps but at the end of a run.
+    pub fn streams(&self) -> bool {
+        self.fragments > 1 || self.outer.mixing.is_some()
+    }
+
+    /// The fragments that have outer steps of their own; none if the whole model has them.
+    pub fn fragments(&self) -> Vec<Fragment> {
+        let (count, overlaps) = (self.fragments as u32, self.outer.mixing.is_some());
+        let own = if self.streams() { count } else { 0 };
+        (0..own).map(|index| Fragment { index, count, overlaps }).collect()
+    }
+
+    /// The outer step of step `step`, from 1, by its number in
+    /// [`outer_strategies`](crate::shape::outer_strategies): 0 is that of the whole model, which the
+    /// last step of a run has.
+    pub fn outer_step(&self, step: u64, is_last: bool) -> Option<usize> {
+        if is_last {
+            return Some(0);
+        }
+        if !self.streams() {
+            return step.is_multiple_of(self.every).then_some(0);
+        }
+        // Fragments take turns, at equal distances.
+        let turn = |index: u64| (index + 1) * self.every / self.fragments % self.every;
+        (0..self.fragments).find(|index| step % self.every == turn(*index)).map(|index| 1 + index as usize)
+    }
 }
 
 /// The most columns of low-rank factors.
@@ -41,7 +73,8 @@ impl Resolver {
 
     /// Resolves `[update]` but the keys of a parameter server; None if replicas do not train apart.
     fn update(&mut self, parallel: &Parallel) -> Option<Apart> {
-        let UpdateSection { rule, every, outer_learning_rate, outer_momentum, .. } = self.config.update.clone();
+        let UpdateSection { rule, every, outer_learning_rate, outer_momentum, fragments, overlap, mixing, .. } =
+            self.config.update.clone();
         if matches!(rule, UpdateRule::Synchronous | UpdateRule::Server) {
             let because = format!("update.rule is \"{rule}\"");
             if rule == UpdateRule::Synchronous {
@@ -49,6 +82,9 @@ impl Resolver {
             }
             self.unused("update.outer_learning_rate", &outer_learning_rate, &because);
             self.unused("update.outer_momentum", &outer_momentum, &because);
+            self.unused("update.fragments", &fragments, &because);
+            self.unused("update.overlap", &overlap.then_some(()), &because);
+            self.unused("update.mixing", &mixing, &because);
             return None;
         }
         let refuse = |r: &mut Resolver, why: &str| r.problem("update.rule", format!("update.rule = \"{rule}\" {why}"));
@@ -92,18 +128,33 @@ impl Resolver {
             );
             self.problem("evaluation.interval_steps", message);
         }
+        self.count("update.fragments", fragments.map(|count| count as u64), 1, every);
+        let fragments = fragments.map_or(1, |count| (count as u64).clamp(1, every));
+        let mixing = if overlap {
+            let because = "half (Douillard et al. 2025)";
+            let mixing = self.settle("update.mixing", &mixing, 0.5, because);
+            self.within("update.mixing", mixing, 0.0, 1.0 - f64::EPSILON / 2.0);
+            Some(mixing)
+        } else {
+            self.unused("update.mixing", &mixing, "update.overlap is false");
+            None
+        };
         if rule == UpdateRule::Local {
             let because = "update.rule is \"local\", whose outer step is the mean";
             self.unused("update.outer_learning_rate", &outer_learning_rate, because);
             self.unused("update.outer_momentum", &outer_momentum, because);
-            return Some(Apart { every, outer: OuterSettings { learning_rate: 1.0, momentum: 0.0 } });
+            return Some(Apart {
+                every,
+                outer: OuterSettings { learning_rate: 1.0, momentum: 0.0, mixing },
+                fragments,
+            });
         }
         let because = "DiLoCo (Douillard et al. 2023)";
         let learning_rate = self.settle("update.outer_learning_rate", &outer_learning_rate, 0.7, because);
         self.positive("update.outer_learning_rate", Some(learning_rate));
         let momentum = self.settle("update.outer_momentum", &outer_momentum, 0.9, because);
         self.within("update.outer_momentum", momentum, 0.0, 1.0 - f64::EPSILON / 2.0);
-        Some(Apart { every, outer: OuterSettings { learning_rate, momentum } })
+        Some(Apart { every, outer: OuterSettings { learning_rate, momentum, mixing }, fragments })
     }
 
     /// Resolves `[compression]`.

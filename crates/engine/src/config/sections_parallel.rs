@@ -173,6 +173,17 @@ section! {
         outer_learning_rate: Option<f64> = None;
         /// Nesterov momentum of the outer step of `diloco`. Unset: 0.9.
         outer_momentum: Option<f64> = None;
+        /// Fragments of the model, whose outer steps take turns (streaming DiLoCo, Douillard et al.
+        /// 2025): fragment i has the units i, i + `fragments`, i + 2 `fragments` ... Unset: 1.
+        #[elsewhere("num_fragments")]
+        fragments: Option<usize> = None;
+        /// Let the changes of an outer step travel beside a step, from before its forward. Their
+        /// mean is mixed into the result of the step.
+        overlap: bool = false;
+        /// With `overlap`: the share of a replica's own parameters in those with which it goes on;
+        /// the rest comes from the outer step. Unset: 0.5.
+        #[elsewhere("fragment_update_alpha")]
+        mixing: Option<f64> = None;
         /// Ranks that host a server, each with an equal part of the masters and of the optimizer
         /// state: the first ones. It divides the number of ranks. Unset, with `server`: all ranks.
         #[elsewhere("num_servers", "ps_num")]

@@ -127,7 +127,7 @@ impl Optimizer {
 }
 
 /// Exchanges the values of two tensors.
-fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
+pub(crate) fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
     let elements = a.elements();
     let spare = a.device().empty([AT_ONCE.min(elements)], DType::F32, Purpose::Workspace)?;
     for start in (0..elements).step_by(AT_ONCE) {

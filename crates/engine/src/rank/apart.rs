@@ -35,6 +35,20 @@ impl Rank {
         }
     }
 
+    /// Exchanges the masters with the parameters of the last outer step, which all replicas have
+    /// alike, and writes the copies that forward reads. A second call restores every bit.
+    pub fn swap_common(&self) -> Result<()> {
+        let Some(outer) = &self.outer else { return Ok(()) };
+        let links = lock(&self.compute_links);
+        for number in (0..self.model().units().len()).filter(|unit| self.parameters.holds(*unit)) {
+            if !self.parameters.unit(number).is_frozen() {
+                lock(outer).swap(number, &self.parameters)?;
+                self.parameters.complete_copy(number, &links.shard)?;
+            }
+        }
+        Ok(self.device.synchronize()?)
+    }
+
     /// True if outer steps have momentum.
     pub(crate) fn has_outer_momentum(&self) -> bool {
         self.outer.as_ref().is_some_and(|outer| lock(outer).has_momentum())

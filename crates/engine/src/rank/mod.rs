@@ -698,12 +698,20 @@ impl Rank {
                 let Some(outer) = &self.outer else { return Err(cannot(instruction.action)) };
                 let mut outer = lock(outer);
                 let at = Moment { step: step.settings().step, turn: 0 };
-                outer.step(unit as usize, &self.parameters, links, at)?;
+                let (program, unit) = (step.program(), unit as usize);
+                match program.averages_beside() {
+                    true => outer.step_beside(unit, &self.parameters, links, at)?,
+                    false => outer.step(unit, &self.parameters, links, at)?,
+                }
                 let is_outer = |instruction: &Instruction| matches!(instruction.action, Action::Outer { .. });
-                if step.program().instructions.iter().rposition(is_outer) == Some(number) {
-                    step.set_drift(outer.end(links)?);
+                if program.instructions.iter().rposition(is_outer) == Some(number) {
+                    step.set_drift(outer.end(links, program.fragment.is_none())?);
                 }
                 Ok(())
+            }
+            Action::Merge { unit } => {
+                let Some(outer) = &self.outer else { return Err(cannot(instruction.action)) };
+                lock(outer).merge(unit as usize, &self.parameters)
             }
             Action::Tie { unit, axis: Axis::Tensor } => {
                 self.gradients.sum_shared(unit as usize, &links.tensor, &links.shard)

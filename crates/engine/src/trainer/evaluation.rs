@@ -12,7 +12,7 @@ impl Run<'_> {
     pub(super) fn evaluate(&mut self) -> Result<bool> {
         let began = Instant::now();
         let averaged = self.evaluates_averages();
-        let weights = self.evaluate_weights()?;
+        let weights = self.evaluate_common()?;
         let average = match weights {
             Some(_) if averaged => {
                 self.session.rank.swap_averages()?;
@@ -55,6 +55,18 @@ impl Run<'_> {
     fn evaluates_averages(&self) -> bool {
         let asked = self.session.resolved.config.averaging.evaluate.unwrap_or(false);
         asked && self.session.state.averaged > 0
+    }
+
+    /// Evaluates the weights that all replicas have alike: those of the last outer step, where
+    /// replicas train apart and differ now; None if it was interrupted.
+    fn evaluate_common(&mut self) -> Result<Option<Evaluation>> {
+        if !self.session.rank.is_in_round() {
+            return self.evaluate_weights();
+        }
+        self.session.rank.swap_common()?;
+        let weights = self.evaluate_weights();
+        self.session.rank.swap_common()?;
+        weights
     }
 
     /// Evaluates the weights that the rank computes with now; None if it was interrupted.

@@ -181,7 +181,7 @@ pub fn train_paced(sets: &[&str], steps: u64, pace: &Pace) -> Vec<End> {
 }
 
 /// Like [`train_rank_with`]; `set` changes the rank before it trains.
-fn train_rank_as(
+pub fn train_rank_as(
     resolved: &Resolved,
     world: Communicator,
     steps: u64,
@@ -200,9 +200,10 @@ fn train_rank_as(
     let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
-    let outer = shape::outer_strategy(resolved, &strategy)
-        .map(|outer| shape::programs(&model_shape, &shape::mesh(resolved), &outer, own))
-        .transpose()?;
+    let outer = shape::outer_strategies(resolved, &strategy)
+        .iter()
+        .map(|outer| shape::programs(&model_shape, &shape::mesh(resolved), outer, own))
+        .collect::<Result<Vec<_>, _>>()?;
     let settings = shape::rank_settings(resolved);
     let prediction = predict(shape::model_of(resolved, spec, own)?, &program, &shape, &settings)?;
     let links = Links::new(&world, &program)?;
@@ -221,9 +222,10 @@ fn train_rank_as(
             next += rows;
             load(device, model, step, next - rows, rows)
         };
-        let every = resolved.round_steps();
-        let ends_a_round = (step + 1).is_multiple_of(every) || step + 1 == steps;
-        let program = outer.as_ref().filter(|_| ends_a_round).map_or(&program, |[outer, _]| outer);
+        let (every, is_last) = (resolved.round_steps(), step + 1 == steps);
+        let at_the_end = ((step + 1).is_multiple_of(every) || is_last).then_some(0);
+        let number = resolved.apart.map_or(at_the_end, |apart| apart.outer_step(step + 1, is_last));
+        let program = number.and_then(|number| outer.get(number)).map_or(&program, |[outer, _]| outer);
         outcomes.push(rank.execute(program, settings, next_batch, |_, _| Ok(()))?);
         if step == 0 && program.offload.gradients.is_none() {
             let read = |id| rank.read_gradient(id).and_then(|(range, values)| Ok((range, values.to_f32_vec()?)));

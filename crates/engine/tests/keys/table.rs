@@ -120,6 +120,7 @@ const F16: &[&str] = &["precision.compute=f16"];
 const TWO: &[&str] = &["parallel.ranks=2"];
 const SHARDED: &[&str] = &["parallel.ranks=2", "parallel.zero_stage=3", "model.layers=3"];
 const TWO_OF_TWO: &[&str] = &["parallel.ranks=2", "training.accumulation_steps=2"];
+const OVERLAPPED: &[&str] = &["parallel.ranks=2", "update.rule=diloco", "update.every=2", "update.overlap=true"];
 const APART: &[&str] = &["parallel.ranks=2", "update.rule=diloco", "update.every=2"];
 const SERVER: &[&str] = &["parallel.ranks=2", "update.rule=server"];
 const INT8: &[&str] = &["parallel.ranks=2", "compression.gradients=int8"];
@@ -430,6 +431,9 @@ pub const ROWS: &[Row] = &[
     row("update.every", APART, &["update.every=3"], Losses),
     row("update.outer_learning_rate", APART, &["update.outer_learning_rate=0.5"], Losses),
     row("update.outer_momentum", APART, &["update.outer_momentum=0.5"], Losses),
+    row("update.fragments", APART, &["update.fragments=2"], Losses),
+    row("update.overlap", APART, &["update.overlap=true"], Program),
+    row("update.mixing", OVERLAPPED, &["update.mixing=0.1"], Losses),
     row("update.servers", SERVER, &["update.servers=1"], Memory),
     row("update.staleness", SERVER, &["update.staleness=2"], Memory),
     row("compression.gradients", TWO, &["compression.gradients=int8"], Program),

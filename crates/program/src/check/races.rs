@@ -29,6 +29,8 @@ enum Thing {
     Norm,
     /// Masters and optimizer state of one chunk of a unit.
     Optimizer(u32, u32),
+    /// The parameters of a unit's last outer step, and their momentum.
+    Outer(u32),
 }
 
 /// Gives every [`Thing`] a dense number.
@@ -49,14 +51,14 @@ impl Places {
 
     fn before_chunks(&self) -> usize {
         let (units, batches) = (self.units, self.micro_batches);
-        2 + batches + 3 * units + 5 * units * batches + units * (batches + 2)
+        2 + batches + 4 * units + 5 * units * batches + units * (batches + 2)
     }
 
     fn of(&self, thing: Thing) -> usize {
         let (units, batches) = (self.units, self.micro_batches);
         let pair = |unit: u32, micro_batch: u32| unit as usize * batches + micro_batch as usize;
         let per_unit = 2 + batches;
-        let per_pair = per_unit + 3 * units;
+        let per_pair = per_unit + 4 * units;
         match thing {
             Thing::Targets => 0,
             Thing::Norm => 1,
@@ -64,6 +66,7 @@ impl Places {
             Thing::Parameters(unit) => per_unit + unit as usize,
             Thing::Gathered(unit) => per_unit + units + unit as usize,
             Thing::Gradient(unit) => per_unit + 2 * units + unit as usize,
+            Thing::Outer(unit) => per_unit + 3 * units + unit as usize,
             Thing::Optimizer(unit, chunk) => self.before_chunks() + self.chunks[unit as usize] + chunk as usize,
             Thing::Value(phase, unit, value, m) => {
                 let value = phase as usize * self.values[units] + self.values[unit as usize] + value as usize;
@@ -157,6 +160,7 @@ fn describe(program: &Program, thing: Thing) -> String {
         }
         Thing::Fresh(unit, _) | Thing::Gradient(unit) => format!("the gradient of {}", name(unit)),
         Thing::Optimizer(unit, _) => format!("the optimizer state of {}", name(unit)),
+        Thing::Outer(unit) => format!("the state of the outer step of {}", name(unit)),
     }
 }
 
@@ -270,8 +274,14 @@ impl<'p> Touching<'p> {
                 self.reads.push(Thing::Norm);
                 self.changes.extend([Thing::Optimizer(unit, 0), Thing::Parameters(unit)]);
             }
-            Action::Outer { unit, .. } => {
-                self.changes.extend([Thing::Optimizer(unit, 0), Thing::Parameters(unit)]);
+            // It reads the masters before the step's update. Copies that forward reads are none of
+            // its business, unless they are the masters.
+            Action::Outer { unit, .. } if self.program.averages_beside() => {
+                self.reads.extend([Thing::Optimizer(unit, 0), Thing::Parameters(unit)]);
+                self.changes.push(Thing::Outer(unit));
+            }
+            Action::Outer { unit, .. } | Action::Merge { unit } => {
+                self.changes.extend([Thing::Optimizer(unit, 0), Thing::Parameters(unit), Thing::Outer(unit)]);
             }
             Action::Fetch { unit, state } | Action::Evict { unit, state, .. } => {
                 if matches!(state, State::Optimizer { .. }) {

@@ -64,8 +64,9 @@ struct Unit {
     evicted: u32,
     /// True once all chunks are updated.
     updated: bool,
-    /// True once its outer step is done.
+    /// True once its changes are averaged, and once the result is in its masters.
     averaged: bool,
+    merged: bool,
     /// True while other ranks' parts of a whole copy are older than the update.
     stale: bool,
     /// The place of the gradient sum once it has been begun. Used where sums lie in a tier.
@@ -119,6 +120,7 @@ impl<'p> StepCheck<'p> {
             evicted: 0,
             updated: false,
             averaged: false,
+            merged: false,
             stale: false,
             sum: Kept::Nothing,
         };
@@ -182,14 +184,16 @@ impl<'p> StepCheck<'p> {
             Action::Update { .. } if self.program.server.is_some() => Err("servers make the updates".to_owned()),
             Action::Update { unit, chunk } => self.update(unit, chunk, instruction),
             Action::Outer { unit, .. } => self.outer(unit),
+            Action::Merge { unit } => self.merge(unit),
             Action::Fetch { unit, state } => self.fetch(unit, state),
             Action::Evict { unit, state, write } => self.evict(unit, state, write),
             Action::Snapshot => {
                 must(self.program.snapshot, || "this program takes none".to_owned())?;
                 must(!self.lacks_updates, || "the servers may not have made all updates".to_owned())?;
-                let outer = self.program.kind == StepKind::Outer;
-                let done =
-                    |unit: &u32| self.units[*unit as usize].updated && self.units[*unit as usize].averaged == outer;
+                let done = |unit: &u32| {
+                    let state = &self.units[*unit as usize];
+                    state.updated && state.merged == self.program.averages(*unit)
+                };
                 must(self.trains.iter().all(done), || "some unit is not updated".to_owned())?;
                 must(!std::mem::replace(&mut self.snapshot, true), || "again".to_owned())
             }
@@ -463,14 +467,32 @@ impl<'p> StepCheck<'p> {
     }
 
     fn outer(&mut self, unit: u32) -> Verdict {
-        must(self.program.kind == StepKind::Outer, || "the step has no outer step".to_owned())?;
-        let placement = &self.program.placement;
+        must(self.program.averages(unit), || format!("the step has no outer step of unit {unit}"))?;
+        if !self.program.averages_beside() {
+            self.ends_outer(unit)?;
+            self.units[unit as usize].merged = true;
+        }
         let state = &mut self.units[unit as usize];
+        must(state.updated == state.merged, || format!("unit {unit} is updated before its changes are taken"))?;
+        must(!std::mem::replace(&mut state.averaged, true), || format!("unit {unit} again"))
+    }
+
+    fn merge(&mut self, unit: u32) -> Verdict {
+        must(self.program.averages_beside(), || "no outer step runs during this step".to_owned())?;
+        self.ends_outer(unit)?;
+        let state = &mut self.units[unit as usize];
+        must(state.averaged, || format!("the changes of unit {unit} are not averaged"))?;
+        must(!std::mem::replace(&mut state.merged, true), || format!("unit {unit} again"))
+    }
+
+    /// The masters of `unit` can be replaced: they are updated, and nobody has a copy of them.
+    fn ends_outer(&self, unit: u32) -> Verdict {
+        let placement = &self.program.placement;
+        let state = &self.units[unit as usize];
         must(state.updated, || format!("unit {unit} is not updated"))?;
         must(state.stale == (placement.parameters != placement.masters), || {
             format!("the parameters of unit {unit} were passed on before their outer step")
-        })?;
-        must(!std::mem::replace(&mut state.averaged, true), || format!("unit {unit} again"))
+        })
     }
 
     fn fetch(&mut self, unit: u32, what: State) -> Verdict {
@@ -566,9 +588,7 @@ impl<'p> StepCheck<'p> {
         for unit in &self.trains {
             let (offload, state) = (&self.program.offload, &self.units[*unit as usize]);
             must(state.updated, || format!("unit {unit} was never updated"))?;
-            must(state.averaged == (self.program.kind == StepKind::Outer), || {
-                format!("unit {unit} has no outer step")
-            })?;
+            must(state.merged == self.program.averages(*unit), || format!("unit {unit} has no outer step"))?;
             let away = if offload.optimizer.is_some() { self.program.chunks_of(*unit) } else { 0 };
             must(state.evicted == away && state.fetched == away, || {
                 format!("the state of unit {unit} is not in its tier")

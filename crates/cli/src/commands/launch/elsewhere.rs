@@ -3,6 +3,7 @@
 
 use std::num::ParseIntError;
 use std::ops::RangeInclusive;
+use std::str::FromStr;
 
 const RANKS_HERE: RangeInclusive<u32> = 1..=4096;
 const HOSTS: RangeInclusive<u32> = 1..=65_536;
@@ -44,14 +45,30 @@ pub fn ranks_here(text: &str) -> Result<u32, String> {
     number(text, RANKS_HERE, "how many ranks, such as one for each GPU: nothing is counted here")
 }
 
-/// `--nnodes`, of which torchrun also takes `MIN:MAX`.
-pub fn hosts(text: &str) -> Result<u32, String> {
-    if text.contains(':') {
-        return Err("the number of hosts does not change while a run lasts: give one, and go on with another by \
-                    `train --resume`; --max-restarts starts failed ranks again"
-            .to_owned());
+/// The number of a run's hosts: `--nnodes N`, or `MIN:MAX` for hosts that come and go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Hosts {
+    /// As many from the beginning to the end.
+    Fixed(u32),
+    /// At least and at most so many.
+    Between(u32, u32),
+}
+
+impl FromStr for Hosts {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Hosts, String> {
+        let Some((min, max)) = text.split_once(':') else {
+            return Ok(Hosts::Fixed(number(text, HOSTS, "how many hosts, or MIN:MAX for hosts that come and go")?));
+        };
+        let (min, max) = (number(min, HOSTS, "the fewest hosts")?, number(max, HOSTS, "the most hosts")?);
+        if min > max {
+            return Err(format!(
+                "at least {min} and at most {max} hosts: no number is both; write the smaller one first"
+            ));
+        }
+        Ok(Hosts::Between(min, max))
     }
-    number(text, HOSTS, "how many hosts")
 }
 
 fn number(text: &str, range: RangeInclusive<u32>, what: &str) -> Result<u32, String> {
@@ -66,10 +83,14 @@ mod tests {
 
     #[test]
     fn numbers_of_ranks_and_hosts_are_whole_and_in_range() {
-        assert_eq!((ranks_here("8"), hosts("65536")), (Ok(8), Ok(65_536)));
+        assert_eq!((ranks_here("8"), "65536".parse()), (Ok(8), Ok(Hosts::Fixed(65_536))));
+        assert_eq!("2:6".parse(), Ok(Hosts::Between(2, 6)));
         for text in ["auto", "gpu", "0", "4097", "-1", ""] {
             assert!(ranks_here(text).is_err_and(|why| why.contains("from 1 to 4096")), "{text}");
         }
-        assert!(hosts("1:2").is_err_and(|why| why.contains("does not change")));
+        for (text, why) in [("3:2", "the smaller one first"), ("0:2", "the fewest hosts"), ("1:", "the most hosts")] {
+            let error = text.parse::<Hosts>().unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
     }
 }

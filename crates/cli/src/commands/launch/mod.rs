@@ -5,14 +5,17 @@
 //! its ranks ([`ranks`]). On several hosts it is started once on each. For restarts, the supervisor
 //! ([`super::supervise`]) starts this command again, without `--max-restarts`.
 
+mod elastic;
 mod elsewhere;
 mod ranks;
 
 use super::supervise::{self, RunFile, Supervised};
 use anyhow::{Context, Result, bail};
+use elsewhere::Hosts;
 use ranks::{Ranks, Signals};
 use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::ops::Range;
 use std::path::Path;
 use std::process::ExitCode;
 use trainyard_comm::tcp::{JobSecret, LISTEN_VARIABLE, SECRET_VARIABLE, SecretSource};
@@ -34,8 +37,9 @@ pub struct Args {
     #[arg(long, alias = "nproc_per_node", value_name = "N", default_value_t = 1, value_parser = elsewhere::ranks_here)]
     nproc_per_node: u32,
     /// Number of hosts of the run; this command is started once on each. Unset: from Slurm, else 1.
-    #[arg(long, value_name = "N", value_parser = elsewhere::hosts)]
-    nnodes: Option<u32>,
+    /// MIN:MAX: hosts come and go while the run lasts, and it goes on with those that are there.
+    #[arg(long, value_name = "N|MIN:MAX")]
+    nnodes: Option<Hosts>,
     /// Run on this host alone, even under Slurm: `--nnodes 1`, at a free port.
     #[arg(long)]
     standalone: bool,
@@ -88,8 +92,14 @@ pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCod
     let is_training = check(&args.command)?;
     check_usage(&[&["trainyard".into()], &args.command[..]].concat());
     let environment = Environment::detect()?;
-    let layout = layout(args, &environment, |name| std::env::var(name).ok())?;
     let program = std::env::current_exe().context("this program's path")?;
+    if let Some(Hosts::Between(min, max)) = args.nnodes {
+        if !is_training {
+            bail!("--nnodes {min}:{max} is for training: nothing else has checkpoints to go on from with other hosts");
+        }
+        return elastic::run(args, (min, max), environment, &program);
+    }
+    let layout = layout(args, &environment, |name| std::env::var(name).ok())?;
     if args.max_restarts > 0 {
         if !is_training {
             bail!("{MAX_RESTARTS} is for training: nothing else has checkpoints to go on from");
@@ -104,31 +114,57 @@ pub fn run(args: &Args, check_usage: impl FnOnce(&[OsString])) -> Result<ExitCod
         }
     };
     let signals = Signals::new()?;
-    let identity = identity(&layout, &environment, |name| std::env::var(name).ok())?;
-    let variables = |rank: u32| {
-        [
-            ("RANK", rank),
-            ("LOCAL_RANK", rank - layout.first()),
-            ("WORLD_SIZE", layout.world()),
-            ("LOCAL_WORLD_SIZE", layout.ranks_here),
-            ("GROUP_RANK", layout.node),
-            ("MASTER_PORT", port.into()),
-        ]
-        .map(|(name, value)| (name, value.to_string()))
-        .into_iter()
-        .chain([("MASTER_ADDR", layout.host.clone())])
-        .chain(identity.clone())
-        .collect::<Vec<_>>()
+    let identity = identity(layout.nodes == 1, &environment, |name| std::env::var(name).ok())?;
+    let place = Place { node: layout.node, first: layout.first(), world: layout.world(), here: layout.ranks_here };
+    let variables = |rank: u32| place.variables(rank, &layout.host, port, identity.clone());
+    let start = ranks::Start {
+        program: &program,
+        arguments: &args.command,
+        numbers: place.numbers(),
+        variables: &variables,
+        without: None,
     };
-    let numbers = layout.first()..layout.first() + layout.ranks_here;
-    let ranks = Ranks::start(&program, &args.command, numbers, &variables)?;
-    ranks.wait(signals)
+    Ranks::start(start)?.wait(signals)
+}
+
+/// The place of a host's ranks in the world.
+struct Place {
+    node: u32,
+    first: u32,
+    world: u32,
+    here: u32,
+}
+
+impl Place {
+    fn numbers(&self) -> Range<u32> {
+        self.first..self.first + self.here
+    }
+
+    /// The environment variables of a rank: those of torchrun.
+    fn variables(
+        &self,
+        rank: u32,
+        host: &str,
+        port: u16,
+        identity: Option<(&'static str, String)>,
+    ) -> Vec<(&'static str, String)> {
+        let numbers = [
+            ("RANK", rank),
+            ("LOCAL_RANK", rank - self.first),
+            ("WORLD_SIZE", self.world),
+            ("LOCAL_WORLD_SIZE", self.here),
+            ("GROUP_RANK", self.node),
+            ("MASTER_PORT", port.into()),
+        ];
+        let numbers = numbers.map(|(name, value)| (name, value.to_string())).into_iter();
+        numbers.chain([("MASTER_ADDR", host.to_owned())]).chain(identity).collect()
+    }
 }
 
 /// The environment variable by which the ranks recognise each other, unless they inherit a secret.
 /// It is a new secret if all ranks are on this host, else Slurm's name of the job.
 fn identity(
-    layout: &Layout,
+    is_one_host: bool,
     environment: &Environment,
     get: impl Fn(&str) -> Option<String>,
 ) -> Result<Option<(&'static str, String)>> {
@@ -136,7 +172,7 @@ fn identity(
         JobSecret::of_variable(&secret).map_err(|why| anyhow::anyhow!("{SECRET_VARIABLE}: {why}"))?;
         return Ok(None);
     }
-    if layout.nodes == 1 {
+    if is_one_host {
         return Ok(Some((SECRET_VARIABLE, JobSecret::random().context("a secret for the ranks")?)));
     }
     Ok(match environment.secret.source() {
@@ -172,11 +208,15 @@ fn check(command: &[OsString]) -> Result<bool> {
 /// The layout from the options and Slurm's variables.
 fn layout(args: &Args, environment: &Environment, get: impl Fn(&str) -> Option<String>) -> Result<Layout> {
     let slurm = slurm(environment, &get)?;
-    if let (true, Some(nodes @ 2..)) = (args.standalone, args.nnodes) {
+    let fixed = args.nnodes.and_then(|hosts| match hosts {
+        Hosts::Fixed(count) => Some(count),
+        Hosts::Between(..) => None,
+    });
+    if let (true, Some(nodes @ 2..)) = (args.standalone, fixed) {
         bail!("--standalone is a run of this host alone, and --nnodes {nodes} one of several: leave one of them out");
     }
     let slurm = slurm.filter(|_| !args.standalone);
-    let nodes = args.nnodes.or(slurm.map(|(nodes, _)| nodes)).unwrap_or(1);
+    let nodes = fixed.or(slurm.map(|(nodes, _)| nodes)).unwrap_or(1);
     let node = args.node_rank.or(slurm.map(|(_, node)| node));
     let ranks_here = args.nproc_per_node;
     if nodes == 1 {
@@ -308,10 +348,9 @@ mod tests {
 
     #[test]
     fn ranks_of_one_host_get_a_secret_of_their_own() {
-        let layout = |nodes| Layout { nodes, node: 0, ranks_here: 2, host: "a".into(), port: None };
         let of = |nodes, variables: Variables| {
             let get = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-            identity(&layout(nodes), &Environment::from_variables(get).unwrap(), get)
+            identity(nodes == 1, &Environment::from_variables(get).unwrap(), get)
         };
         let (name, secret) = of(1, &[]).unwrap().unwrap();
         assert!(name == SECRET_VARIABLE && secret.len() == 64 && JobSecret::of_variable(&secret).is_ok());

@@ -37,6 +37,11 @@ impl Signals {
     pub fn new() -> Result<Signals> {
         signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map(Signals).context("signal handling")
     }
+
+    /// Those that have come since the last call.
+    pub fn pending(&mut self) -> impl Iterator<Item = i32> {
+        self.0.pending()
+    }
 }
 
 struct Rank {
@@ -50,23 +55,34 @@ struct Rank {
 }
 
 /// Ranks of this host. Dropping it kills running ranks.
-pub struct Ranks(Vec<Rank>);
+pub struct Ranks {
+    ranks: Vec<Rank>,
+    /// When the first of them ended badly.
+    failed: Option<Instant>,
+}
+
+/// What ranks are started as.
+pub struct Start<'a> {
+    pub program: &'a Path,
+    pub arguments: &'a [OsString],
+    /// The ranks of this host.
+    pub numbers: Range<u32>,
+    /// The environment variables of each.
+    pub variables: &'a dyn Fn(u32) -> Vec<(&'static str, String)>,
+    /// A variable of this process that they do not inherit.
+    pub without: Option<&'static str>,
+}
 
 impl Ranks {
-    /// Starts `program` with `arguments` as each of the ranks `numbers`, with the environment
-    /// variables of each.
-    pub fn start(
-        program: &Path,
-        arguments: &[OsString],
-        numbers: Range<u32>,
-        variables: &dyn Fn(u32) -> Vec<(&'static str, String)>,
-    ) -> Result<Ranks> {
-        let mut ranks = Ranks(Vec::new());
+    /// Starts the ranks.
+    pub fn start(start: Start<'_>) -> Result<Ranks> {
+        let Start { program, arguments, numbers, variables, without } = start;
+        let mut ranks = Ranks { ranks: Vec::new(), failed: None };
         for number in numbers {
             let mut command = Command::new(program);
             command.args(arguments).stdin(Stdio::null()).process_group(0);
             // This process's own place in a Slurm step does not apply to its ranks.
-            for name in Environment::variables() {
+            for name in without.into_iter().chain(Environment::variables()) {
                 command.env_remove(name);
             }
             command.envs(variables(number));
@@ -78,33 +94,38 @@ impl Ranks {
             let relays =
                 [child.stdout.take().map(|out| relay(number, out)), child.stderr.take().map(|err| relay(number, err))];
             let relays = relays.into_iter().flatten().collect();
-            ranks.0.push(Rank { number, child, relays, status: None, was_killed: false });
+            ranks.ranks.push(Rank { number, child, relays, status: None, was_killed: false });
         }
         Ok(ranks)
     }
 
     /// Waits until all ranks have ended. Returns their common exit code.
     pub fn wait(mut self, mut signals: Signals) -> Result<ExitCode> {
-        let mut failed: Option<Instant> = None;
         loop {
-            for signal in signals.0.pending() {
-                // After a failure the remaining ranks have nothing to save.
-                if failed.is_some() { self.kill()? } else { self.signal(signal)? }
+            for signal in signals.pending() {
+                self.signal(signal)?;
             }
-            for (number, pid, status) in self.newly_ended()? {
-                // A rank, on this host or another one, may have received a signal itself.
-                let is_asked_for = status.code() == Some(EXIT_INTERRUPTED.into());
-                if failed.is_none() && !status.success() && !is_asked_for {
-                    failed = Some(Instant::now());
-                    note(&format!("launch: rank {number} (process {pid}) ended with {status}"));
-                }
+            if let Some(code) = self.poll()? {
+                return Ok(ExitCode::from(code));
             }
-            if self.running().next().is_none() {
-                break;
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Looks after the ranks once. Returns their common exit code if all of them have ended.
+    pub fn poll(&mut self) -> Result<Option<u8>> {
+        for (number, pid, status) in self.newly_ended()? {
+            // A rank, on this host or another one, may have received a signal itself.
+            let is_asked_for = status.code() == Some(EXIT_INTERRUPTED.into());
+            if self.failed.is_none() && !status.success() && !is_asked_for {
+                self.failed = Some(Instant::now());
+                note(&format!("launch: rank {number} (process {pid}) ended with {status}"));
             }
+        }
+        if self.running().next().is_some() {
             let left: Vec<String> =
                 self.running().filter(|rank| !rank.was_killed).map(|rank| rank.number.to_string()).collect();
-            if !left.is_empty() && failed.is_some_and(|since| since.elapsed() > GRACE) {
+            if !left.is_empty() && self.failed.is_some_and(|since| since.elapsed() > GRACE) {
                 note(&format!(
                     "launch: still running {} s after that, and killed: rank {}",
                     GRACE.as_secs(),
@@ -112,30 +133,30 @@ impl Ranks {
                 ));
                 self.kill()?;
             }
-            std::thread::sleep(LOOK);
+            return Ok(None);
         }
-        for rank in &mut self.0 {
+        for rank in &mut self.ranks {
             // A relay that panicked has printed its own message.
             rank.relays.drain(..).for_each(|relay| drop(relay.join()));
         }
-        let ended = self.0.iter().filter_map(|rank| Some((rank.number, rank.status?, rank.was_killed)));
+        let ended = self.ranks.iter().filter_map(|rank| Some((rank.number, rank.status?, rank.was_killed)));
         let ended: Vec<_> = ended.collect();
-        if failed.is_some() {
+        if self.failed.is_some() {
             note(&format!("launch: {}", summary(&ended)));
         }
         let own: Vec<ExitStatus> = ended.iter().filter(|(.., killed)| !killed).map(|(_, status, _)| *status).collect();
-        Ok(ExitCode::from(exit_code(&own)))
+        Ok(Some(exit_code(&own)))
     }
 
     fn running(&self) -> impl Iterator<Item = &Rank> {
-        self.0.iter().filter(|rank| rank.status.is_none())
+        self.ranks.iter().filter(|rank| rank.status.is_none())
     }
 
     /// The ranks that have ended since the last check. Ranks ended by a signal come first, as they
     /// are the cause of the others' ends.
     fn newly_ended(&mut self) -> Result<Vec<(u32, u32, ExitStatus)>> {
         let mut ended = Vec::new();
-        for rank in self.0.iter_mut().filter(|rank| rank.status.is_none()) {
+        for rank in self.ranks.iter_mut().filter(|rank| rank.status.is_none()) {
             rank.status = rank.child.try_wait().context("waiting for the ranks")?;
             ended.extend(rank.status.map(|status| (rank.number, rank.child.id(), status)));
         }
@@ -143,13 +164,21 @@ impl Ranks {
         Ok(ended)
     }
 
-    fn signal(&self, signal: i32) -> Result<()> {
+    /// Passes a signal on. After a failure it kills the ranks that are left, because they have
+    /// nothing to save.
+    pub fn signal(&mut self, signal: i32) -> Result<()> {
+        if self.failed.is_some() {
+            return self.kill();
+        }
         let name = if signal == SIGINT { "INT" } else { "TERM" };
         self.running().try_for_each(|rank| send(&rank.child, name)).context("passing a signal on")
     }
 
-    fn kill(&mut self) -> Result<()> {
-        for rank in self.0.iter_mut().filter(|rank| rank.status.is_none()) {
+    /// Kills the ranks that run.
+    pub fn kill(&mut self) -> Result<()> {
+        // What is killed on purpose is no failure to report.
+        self.failed.get_or_insert_with(Instant::now);
+        for rank in self.ranks.iter_mut().filter(|rank| rank.status.is_none()) {
             rank.was_killed = true;
             rank.child.kill().with_context(|| format!("killing rank {}", rank.number))?;
         }

@@ -13,7 +13,7 @@ use trainyard_calibrate::probe_group::inputs;
 use trainyard_engine::bench;
 use trainyard_engine::config::{Config, Resolved};
 use trainyard_plan::table;
-use trainyard_program::{Action, Axis, Program, StepKind};
+use trainyard_program::{Action, Axis, Fragment, Program, StepKind};
 use trainyard_sim::host::{HostLayout, HostStage, host_step};
 use trainyard_sim::{MachineProfile, NetworkLink};
 
@@ -33,6 +33,7 @@ const POWER_SGD: &str = "quality kept with rank 4 and SGD (Vogels et al. 2019)";
 const LOCAL: &str = "worse with longer rounds (Lin et al. 2020)";
 const DILOCO: &str = "about the quality of synchronous steps up to 500 (Douillard et al. 2023)";
 const DILOCO_INT4: &str = "as diloco (Douillard et al. 2025, outer gradients of 4 bits)";
+const STREAMING: &str = "as diloco (Douillard et al. 2025, streaming, 4 bits, mixing 0.5)";
 
 fn choices() -> Vec<Choice> {
     let choice = |sets: &[&str], effect| Choice { sets: sets.iter().map(|set| (*set).to_owned()).collect(), effect };
@@ -51,6 +52,9 @@ fn choices() -> Vec<Choice> {
         all.push(choice(&["update.rule=diloco", every], DILOCO));
     }
     all.push(choice(&["update.rule=diloco", "update.every=100", "compression.outer=int4"], DILOCO_INT4));
+    let streaming = ["update.rule=diloco", "update.every=100", "compression.outer=int4"];
+    let streaming = [&streaming[..], &["update.fragments=4", "update.overlap=true"]].concat();
+    all.push(choice(&streaming, STREAMING));
     all
 }
 
@@ -135,19 +139,31 @@ pub fn rules(args: &Args, path: &Path, profile: &MachineProfile, link: NetworkLi
 }
 
 fn price(choice: Choice, resolved: &Resolved, profile: &MachineProfile, layout: HostLayout) -> Result<Priced> {
-    let step = |kind: StepKind| -> Result<(f64, f64)> {
-        let (program, needs) = bench::forecast_of(resolved, kind)?;
+    let step = |kind: StepKind, fragment: Option<Fragment>| -> Result<(f64, f64)> {
+        let (program, needs) = bench::forecast_of(resolved, kind, fragment)?;
         let stage = HostStage { program: &program, calls: &needs.calls };
         let step = host_step(&[stage], profile, layout, &profile.speeds);
         Ok((step.simulated.step_s, sent(&program)))
     };
     let (rule, every, (step_s, sent_bytes)) = match resolved.apart {
-        None => ("synchronous", 1, step(StepKind::Synchronous)?),
+        None => ("synchronous", 1, step(StepKind::Synchronous, None)?),
         Some(apart) => {
-            let (inner, outer) = (step(StepKind::Inner)?, step(StepKind::Outer)?);
-            let mean = |inner: f64, outer: f64| (inner * (apart.every - 1) as f64 + outer) / apart.every as f64;
-            let rule = if apart.outer.momentum == 0.0 { "local" } else { "diloco" };
-            (rule, apart.every, (mean(inner.0, outer.0), mean(inner.1, outer.1)))
+            let inner = step(StepKind::Inner, None)?;
+            let fragments = apart.fragments();
+            let outer = match &fragments[..] {
+                [] => vec![step(StepKind::Outer, None)?],
+                own => own.iter().map(|own| step(StepKind::Outer, Some(*own))).collect::<Result<Vec<_>>>()?,
+            };
+            let mean = |of: fn(&(f64, f64)) -> f64| {
+                let others = (apart.every - outer.len() as u64) as f64;
+                (of(&inner) * others + outer.iter().map(of).sum::<f64>()) / apart.every as f64
+            };
+            let rule = match (apart.streams(), apart.outer.momentum == 0.0) {
+                (true, _) => "streaming",
+                (false, true) => "local",
+                (false, false) => "diloco",
+            };
+            (rule, apart.every, (mean(|step| step.0), mean(|step| step.1)))
         }
     };
     let codec = resolved.compression.gradients.or(resolved.compression.outer);

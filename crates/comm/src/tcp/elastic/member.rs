@@ -1,0 +1,126 @@
+//! A host's end of its connection to the meeting.
+
+use super::roster::{Order, Report};
+use super::{HEARTBEAT, HostCard, SILENCE};
+use crate::Place;
+use crate::tcp::door;
+use crate::tcp::mesh;
+use crate::tcp::secret::{JobSecret, Purpose};
+use crate::tcp::words::{Word, greet, hear, say};
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::time::{Duration, Instant};
+
+/// The pause between two attempts to connect.
+const RETRY: Duration = Duration::from_millis(200);
+/// The time that one attempt to connect may take.
+const ATTEMPT: Duration = Duration::from_secs(5);
+
+/// A host that has come to a meeting.
+pub struct Member {
+    stream: TcpStream,
+    heard: Receiver<io::Result<Order>>,
+    /// When it last said something.
+    said: Instant,
+}
+
+/// What a member has heard.
+pub enum Heard {
+    /// Nothing new.
+    Nothing,
+    /// An order.
+    Order(Order),
+    /// The meeting has turned this host away, or cannot be reached any more; the reason.
+    Lost(String),
+}
+
+impl Member {
+    /// Comes to the meeting at a host and port with `ranks`, within `patience`. `run` is the run's
+    /// folder, if this host knows it from an earlier keeper.
+    ///
+    /// # Errors
+    /// If nobody keeps a roster there in that time, or not of this job and protocol.
+    pub fn join(
+        place: (&str, u16),
+        token: Option<u64>,
+        ranks: u32,
+        run: Option<String>,
+        secret: &JobSecret,
+        patience: Duration,
+    ) -> io::Result<Member> {
+        let end = Instant::now() + patience;
+        let here = Place::here(0);
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        let card = HostCard { version, host: here.host, pid: here.pid, ranks, run };
+        let word = Word::Host { card, token };
+        let attempt = || -> io::Result<TcpStream> {
+            let stream = mesh::reach(place.to_socket_addrs()?, ATTEMPT)?;
+            greet(&stream, secret, Purpose::Hosts, door::PATIENCE)?;
+            say(&stream, &word, door::PATIENCE)?;
+            Ok(stream)
+        };
+        let stream = loop {
+            match attempt() {
+                Ok(stream) => break stream,
+                // Another program, another version or another job: waiting changes nothing.
+                Err(error) if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::PermissionDenied) => {
+                    return Err(error);
+                }
+                Err(error) if Instant::now() >= end => return Err(error),
+                Err(_) => std::thread::sleep(RETRY),
+            }
+        };
+        let (sender, heard) = channel();
+        let listened = stream.try_clone()?;
+        std::thread::spawn(move || {
+            loop {
+                let order = match hear(&listened, SILENCE) {
+                    Ok(Word::Order(order)) => Ok(order),
+                    Ok(Word::Refused(why)) => Err(io::Error::other(why)),
+                    Ok(_) => Err(io::Error::other("it says what it should not")),
+                    Err(error) => Err(error),
+                };
+                let is_last = order.is_err();
+                // The member may be gone.
+                if sender.send(order).is_err() || is_last {
+                    break;
+                }
+            }
+        });
+        Ok(Member { stream, heard, said: Instant::now() })
+    }
+
+    /// Says something to the keeper.
+    ///
+    /// # Errors
+    /// If the connection is lost.
+    pub fn report(&mut self, report: Report) -> io::Result<()> {
+        self.said = Instant::now();
+        say(&self.stream, &Word::Report(report), SILENCE)
+    }
+
+    /// What has been heard since the last call. Says now and then that this host lives.
+    pub fn listen(&mut self) -> Heard {
+        if self.said.elapsed() >= HEARTBEAT && self.report(Report::Alive).is_err() {
+            // An order that came before the end counts.
+            if let Ok(Ok(order)) = self.heard.try_recv() {
+                return Heard::Order(order);
+            }
+            return Heard::Lost("its connection is closed".to_owned());
+        }
+        match self.heard.try_recv() {
+            Ok(Ok(Order::Alive)) | Err(TryRecvError::Empty) => Heard::Nothing,
+            Ok(Ok(order)) => Heard::Order(order),
+            Ok(Err(error)) => Heard::Lost(error.to_string()),
+            Err(TryRecvError::Disconnected) => Heard::Lost("its connection is closed".to_owned()),
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        // The thread that listens ends with the connection, which may be closed already.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+}
