@@ -41,7 +41,7 @@ interval_steps = 1000000
 threads = 1
 ";
 /// A way of training: its name, ranks on each host, settings, and the steps of a round.
-const WAYS: [(&str, usize, &[&str], usize); 14] = [
+const WAYS: [(&str, usize, &[&str], usize); 16] = [
     ("2 x 2 ranks, one exchange", 2, &["parallel.hierarchical_sums=false"], 1),
     ("2 x 2 ranks, hosts first", 2, &[], 1),
     ("2 x 1 rank, f32", 1, &[], 1),
@@ -61,6 +61,24 @@ const WAYS: [(&str, usize, &[&str], usize); 14] = [
     ),
     ("diloco, every 20", 1, &["update.rule=diloco", "update.every=20"], 20),
     ("diloco, every 100", 1, &["update.rule=diloco", "update.every=100"], 100),
+    (
+        "streaming, every 20",
+        1,
+        &["update.rule=diloco", "update.every=20", "update.fragments=10", "update.overlap=true"],
+        20,
+    ),
+    (
+        "streaming, every 20, int8",
+        1,
+        &[
+            "update.rule=diloco",
+            "update.every=20",
+            "update.fragments=10",
+            "update.overlap=true",
+            "compression.outer=int8",
+        ],
+        20,
+    ),
 ];
 /// The ways of PyTorch: the argument of the script, and the name.
 const PEERS: [(&str, &str); 3] =
@@ -85,6 +103,9 @@ pub struct Options {
     /// A Python with torch, to measure PyTorch over the same cable.
     #[arg(long)]
     peer: Option<PathBuf>,
+    /// Measure only the ways whose names contain this.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
 }
 
 /// What a step took.
@@ -108,7 +129,8 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
     println!("{:<28} {:>10} {:>14} {:>9}", "way", "ms a step", "MB a step sent", "speed-up");
     let mut all: Vec<Measured> = Vec::new();
     let mut plain: Option<f64> = None;
-    for (name, ranks, sets, round) in WAYS {
+    let is_wanted = |name: &str| options.only.as_ref().is_none_or(|only| name.contains(only));
+    for (name, ranks, sets, round) in WAYS.into_iter().filter(|(name, ..)| is_wanted(name)) {
         let measured = measure(&binary, &folder, options, name, ranks, sets, round)?;
         if name.ends_with("f32") {
             plain = Some(measured.step_s);
@@ -122,6 +144,9 @@ pub fn run(root: &Path, options: &Options) -> Result<bool> {
             show(&measured, plain);
             all.push(measured);
         }
+    }
+    if options.only.is_some() {
+        return Ok(true);
     }
     let of = |name: &str| all.iter().find(|measured| measured.name.starts_with(name)).expect("it was measured");
     let (flat, hosts_first) = (of("2 x 2 ranks, one"), of("2 x 2 ranks, hosts"));
@@ -168,7 +193,9 @@ fn measure(
         fs::remove_dir_all(&runs)?;
     }
     let warm = round.max(2);
-    let steps = warm + options.steps.max(round);
+    // The last step of streaming averages the whole model at once. It does not count.
+    let last = usize::from(sets.iter().any(|set| set.starts_with("update.fragments=")));
+    let steps = warm + options.steps.max(round) + last;
     let cable = Cable::new(Some(options.rate))?;
     let before = cable.bytes_sent()?;
     let host = |node: usize| -> Result<Child> {
@@ -190,9 +217,9 @@ fn measure(
     let metrics = fs::read_to_string(runs.join("slow/metrics.jsonl")).context("the run left no metrics")?;
     let records = metrics.lines().map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
     ensure!(records.len() == steps, "{name}: {} records of {steps} steps", records.len());
-    let seconds: Option<f64> = records[warm..].iter().map(|record| record["step_s"].as_f64()).sum();
+    let seconds: Option<f64> = records[warm..steps - last].iter().map(|record| record["step_s"].as_f64()).sum();
     let loss = records.last().and_then(|record| record["loss"].as_f64()).context("no loss")?;
-    let step_s = seconds.context("no step_s")? / (steps - warm) as f64;
+    let step_s = seconds.context("no step_s")? / (steps - last - warm) as f64;
     Ok(Measured { name: name.to_owned(), step_s, bytes, loss })
 }
 

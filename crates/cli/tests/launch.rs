@@ -410,7 +410,7 @@ fn options_of_other_launchers_are_taken_or_answered() {
         ("--rdzv-endpoint=node0:29400", 2, "say --master-addr HOST --master-port PORT"),
         ("--rdzv_backend=c10d", 2, "ranks meet at host 0: on one host leave it out"),
         ("--rdzv-id=7", 2, "different values of --master-port"),
-        ("--nnodes=1:2", 2, "the number of hosts does not change while a run lasts"),
+        ("--nnodes=3:2", 2, "write the smaller one first"),
         ("--nproc-per-node=gpu", 2, "a number from 1 to 4096 is wanted"),
         ("--hostfile=hosts", 2, "launch reaches no other host: start it once on each"),
         ("--include=node0:0,1", 2, "CUDA_VISIBLE_DEVICES"),

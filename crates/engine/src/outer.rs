@@ -4,9 +4,9 @@
 //! since the last one, averages it over replicas, and applies it as a gradient to the parameters
 //! from then, with momentum (Douillard et al. 2023, DiLoCo). All replicas go on from the result.
 //!
-//! In streaming DiLoCo (Douillard et al. 2025) the units are divided into fragments, each with outer
-//! steps at times of its own. The changes of a fragment may travel *beside* a step, from before its
-//! forward: the result is mixed into what the step's update makes.
+//! In streaming DiLoCo (Douillard et al. 2025) the units are divided into fragments, each with
+//! outer steps at times of its own. The changes of a fragment may travel *beside* a step, from
+//! before its forward: the result is mixed into what the step's update makes.
 //!
 //! State between steps: the parameters of the last outer step, and their momentum. Every replica
 //! has the same of both.
@@ -114,8 +114,8 @@ impl OuterStep {
         held.write_copy(range, &change)
     }
 
-    /// The outer step of `unit` beside a step: it takes the change of the masters before the update,
-    /// and leaves them as they are. All replicas call this together.
+    /// The outer step of `unit` beside a step: it takes the change of the masters before the
+    /// update, and leaves them as they are. All replicas call this together.
     pub(crate) fn step_beside(
         &mut self,
         number: usize,
@@ -187,9 +187,9 @@ impl OuterStep {
         held.write_copy(unit.range.clone(), &masters)
     }
 
-    /// Ends the outer step of all units, or of a fragment. Returns the drift between replicas: the root mean square
-    /// distance of their changes from the mean change, as a share of its length. All replicas call
-    /// this together.
+    /// Ends the outer step of all units, or of a fragment. Returns the drift between replicas: the
+    /// root mean square distance of their changes from the mean change, as a share of its length.
+    /// All replicas call this together.
     pub(crate) fn end(&mut self, links: &ReduceLinks, is_whole: bool) -> Result<f64> {
         self.is_in_round &= !is_whole;
         let squares = std::mem::take(&mut self.squares);

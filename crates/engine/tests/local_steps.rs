@@ -133,8 +133,8 @@ fn values(end: &End) -> Values {
     end.parts.iter().map(|(id, runs)| (*id, runs.iter().flat_map(|(_, values)| values.clone()).collect())).collect()
 }
 
-/// Streaming DiLoCo as its paper writes it (Douillard et al. 2025, Algorithm 1 and Equation 2), with
-/// local steps of single ranks.
+/// Streaming DiLoCo as its paper writes it (Douillard et al. 2025, Algorithm 1 and Equation 2),
+/// with local steps of single ranks.
 #[test]
 fn fragments_beside_steps_do_what_the_algorithm_says() {
     const STEPS: u64 = 7;

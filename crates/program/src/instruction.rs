@@ -256,8 +256,8 @@ pub enum Action {
     },
     /// The outer step of a unit: averages over replicas the change of their parameters since the
     /// last outer step, applies the outer update to the parameters from then, and gives all
-    /// replicas the result. If the step's [`Fragment`] overlaps, the change is that before the step,
-    /// and the result waits for [`Action::Merge`].
+    /// replicas the result. If the step's [`Fragment`] overlaps, the change is that before the
+    /// step, and the result waits for [`Action::Merge`].
     Outer {
         /// Index of the unit.
         unit: u32,

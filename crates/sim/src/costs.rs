@@ -131,7 +131,8 @@ impl Costs {
                 self.collective(Operation::AllReduce, sent, mesh.degree(axis), stride)
                     + self.stream_s(6.0 * bytes + encoding_bytes(program, instruction))
             }
-            // Masters and the parameters of the outer step are read, and masters and their copy written.
+            // Masters and the parameters of the outer step are read, and masters and their copy
+            // written.
             Action::Merge { unit } => {
                 let moved = 3 * 4 + self.stack.state.parameter;
                 self.stream_s(self.unit(unit).elements / masters_over(program) * f64::from(moved))

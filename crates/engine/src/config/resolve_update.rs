@@ -36,8 +36,8 @@ impl Apart {
     }
 
     /// The outer step of step `step`, from 1, by its number in
-    /// [`outer_strategies`](crate::shape::outer_strategies): 0 is that of the whole model, which the
-    /// last step of a run has.
+    /// [`outer_strategies`](crate::shape::outer_strategies): 0 is that of the whole model, which
+    /// the last step of a run has.
     pub fn outer_step(&self, step: u64, is_last: bool) -> Option<usize> {
         if is_last {
             return Some(0);

@@ -128,7 +128,8 @@ struct Here<'a> {
 }
 
 impl Here<'_> {
-    /// Follows the keeper's orders to the end. None if the keeper is lost, and another one may come.
+    /// Follows the keeper's orders to the end. None if the keeper is lost, and another one may
+    /// come.
     fn take_part(&mut self, mut member: Member) -> Result<Option<Outcome>> {
         loop {
             match member.listen() {

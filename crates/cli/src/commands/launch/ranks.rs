@@ -61,7 +61,7 @@ pub struct Ranks {
     failed: Option<Instant>,
 }
 
-/// What ranks are started as.
+/// A request to start ranks.
 pub struct Start<'a> {
     pub program: &'a Path,
     pub arguments: &'a [OsString],

@@ -25,7 +25,7 @@ pub struct Member {
     said: Instant,
 }
 
-/// What a member has heard.
+/// News from the meeting.
 pub enum Heard {
     /// Nothing new.
     Nothing,
@@ -100,7 +100,7 @@ impl Member {
         say(&self.stream, &Word::Report(report), SILENCE)
     }
 
-    /// What has been heard since the last call. Says now and then that this host lives.
+    /// The next news since the last call. Says now and then that this host lives.
     pub fn listen(&mut self) -> Heard {
         if self.said.elapsed() >= HEARTBEAT && self.report(Report::Alive).is_err() {
             // An order that came before the end counts.

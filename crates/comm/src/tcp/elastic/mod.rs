@@ -1,8 +1,8 @@
 //! Hosts that come and go while a run lasts.
 //!
-//! One host keeps the roster ([`Meeting`]). Every host, the keeper too, is a [`Member`]: it connects
-//! to the meeting, starts the ranks that it is told to, and reports how they ended. The decisions
-//! are those of a state machine without sockets, threads or clocks ([`Roster`]).
+//! One host keeps the roster ([`Meeting`]). Every host, the keeper too, is a [`Member`]: it
+//! connects to the meeting, starts the ranks that it is told to, and reports how they ended. The
+//! decisions are those of a state machine without sockets, threads or clocks ([`Roster`]).
 //!
 //! Ranks live for one *generation*: a set of hosts, numbered in the order in which they came. When
 //! a host comes or leaves, all ranks stop with a checkpoint and the next generation goes on from

@@ -32,7 +32,7 @@ pub struct Limits {
     pub patience: Duration,
 }
 
-/// What a host says about its ranks.
+/// A host's news about its ranks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Report {
     /// It is there.
@@ -45,7 +45,7 @@ pub enum Report {
     Leaving,
 }
 
-/// What a host is told to do.
+/// A task for a host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Order {
     /// Nothing: the meeting is there.

@@ -1,3 +1,6 @@
+//! Tests of the roster on a virtual clock, with hosts that follow its orders: coming, leaving,
+//! dying, and all of it at random. They start no processes; `crates/cli/tests/elastic.rs` does.
+
 use super::*;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
