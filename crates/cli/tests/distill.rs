@@ -119,6 +119,44 @@ fn layouts_and_resumption_do_not_change_a_students_bits() {
     }
 }
 
+/// What is kept of a teacher changes no bit, in whatever layout and by whichever student it is read,
+/// and what is there is not computed and kept again.
+#[test]
+fn kept_states_of_a_teacher_change_no_bit() {
+    let folder = with_teacher();
+    let more =
+        |name: &str, more: &[&str]| distill(&folder, name, &[&["--set", "precision.compute=bf16"], more].concat());
+    let files = || -> Vec<u64> {
+        let of_teacher = fs::read_dir(folder.join("kept")).unwrap().next().unwrap().unwrap().path();
+        let mut sizes: Vec<u64> =
+            fs::read_dir(of_teacher).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).collect();
+        sizes.sort_unstable();
+        sizes
+    };
+    more("plain", &[]).ok();
+    let cold = more("cold", &["--cache-logits", "kept"]).ok();
+    assert!(cold.stderr.contains(": 0 sequences, 0.0 MiB so far"), "{}", cold.stderr);
+    let kept = files();
+    let warm = more("warm", &["--cache-logits", "kept", "--set", "activation_checkpointing.mode=full"]).ok();
+    assert!(!warm.stderr.contains(": 0 sequences"), "{}", warm.stderr);
+    assert_eq!(files(), kept, "nothing new");
+    for other in ["cold", "warm"] {
+        assert_eq!(of_steps(&folder, "plain", "loss"), of_steps(&folder, other, "loss"), "{other}");
+    }
+    // Two ranks divide the same batches, and each reads what the other run has kept.
+    let two = ["--set", "parallel.ranks=2", "--set", "training.micro_batch_size=2"];
+    more("plain-two", &two).ok();
+    more("two", &[&two[..], &["--cache-logits", "kept"]].concat()).ok();
+    assert_eq!(of_steps(&folder, "plain-two", "loss"), of_steps(&folder, "two", "loss"));
+    assert_eq!(files(), kept, "nothing new");
+    // Another teacher has a folder of its own.
+    folder.run(&["train", "--resume", "runs/tiny", "--quiet", "--set", "training.steps=14"]).ok();
+    let other = more("other", &["--cache-logits", "kept"]).ok();
+    assert!(other.stderr.contains(": 0 sequences"), "{}", other.stderr);
+    let error = folder.run(&["train", "tiny.toml", "--set", "distillation.cache=kept"]);
+    assert!(error.code == Some(1) && error.stderr.contains("distillation.teacher is unset"), "{}", error.stderr);
+}
+
 #[test]
 fn adapters_learn_from_a_teacher() {
     let folder = with_teacher();

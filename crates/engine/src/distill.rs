@@ -1,7 +1,8 @@
 //! The teacher of a run (`[distillation]`): its description before the run, its weights once the
 //! rank is there.
 
-use crate::Result;
+mod kept;
+
 use crate::checkpoint::Choice;
 use crate::config::{DistillationSection, DivergenceKind, Resolved};
 use crate::corpora::same_words;
@@ -9,6 +10,8 @@ use crate::rank::Rank;
 use crate::shape::compute_dtype;
 use crate::state::{ParameterState, does_not_fit};
 use crate::trained::{open_model, open_tokenizer, open_trained_on};
+use crate::{EngineError, Result};
+use kept::KeptInFiles;
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_autograd::{Parameters, Store};
@@ -16,6 +19,7 @@ use trainyard_data::Tokenizer;
 use trainyard_model::{Model, Teacher};
 use trainyard_tensor::ops::{Distillation, Divergence};
 use trainyard_tensor::{Device, Purpose};
+use xxhash_rust::xxh3::Xxh3;
 
 /// `model` as the student of the teacher that the configuration names; itself if it names none.
 /// Weights are not read.
@@ -96,7 +100,8 @@ fn copied(teacher: &Teacher, device: &Device, held: &ParameterState) -> Result<S
 ///
 /// # Errors
 /// Weights that cannot be read or do not fit in memory.
-pub(crate) fn load(rank: &Rank, folder: &Path, note: &mut impl FnMut(&str)) -> Result<()> {
+pub(crate) fn load(rank: &Rank, section: &DistillationSection, note: &mut impl FnMut(&str)) -> Result<()> {
+    let Some(folder) = &section.teacher else { return Ok(()) };
     let model = rank.model();
     let Some(teacher) = model.teacher().filter(|_| rank.parameters.holding().runs(model.units().len() - 1)) else {
         return Ok(());
@@ -108,6 +113,32 @@ pub(crate) fn load(rank: &Rank, folder: &Path, note: &mut impl FnMut(&str)) -> R
         None => folder.display().to_string(),
     };
     note(&format!("teacher: {what}, {} parameters", teacher.model().parameter_count()));
-    teacher.set_weights(Box::new(copied(teacher, rank.device(), &trained.rank.parameters)?));
+    let weights = copied(teacher, rank.device(), &trained.rank.parameters)?;
+    if let Some(cache) = &section.cache {
+        let folder = cache.join(format!("{:032x}", fingerprint(teacher, &weights)?));
+        let kept = KeptInFiles::open(&folder).map_err(|source| EngineError::File {
+            what: "cannot keep the teacher's states in",
+            path: folder.display().to_string(),
+            source,
+        })?;
+        let (sequences, bytes) = kept.size();
+        note(&format!(
+            "teacher: its final hidden states are kept in {}: {sequences} sequences, {:.1} MiB so far",
+            folder.display(),
+            bytes as f64 / f64::from(1 << 20)
+        ));
+        teacher.keep_states(Box::new(kept));
+    }
+    teacher.set_weights(Box::new(weights));
     Ok(())
+}
+
+/// A hash of everything on which a teacher's hidden states depend beside the text.
+fn fingerprint(teacher: &Teacher, weights: &Store) -> Result<u128> {
+    let mut hash = Xxh3::new();
+    hash.update(format!("{:?} {:?}", teacher.dtype(), teacher.model().spec()).as_bytes());
+    for (id, _) in teacher.model().parameters() {
+        weights.parameter(id)?.value.with_bytes(|bytes| hash.update(bytes))?;
+    }
+    Ok(hash.digest128())
 }

@@ -295,9 +295,7 @@ impl Session {
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
         let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
-        if let Some(teacher) = &resolved.config.distillation.teacher {
-            distill::load(&rank, teacher, note)?;
-        }
+        distill::load(&rank, &resolved.config.distillation, note)?;
         if !rank.tiers_are_direct() {
             note(&warning(
                 "no direct I/O where offloaded state lies: it passes through the page cache, which is memory that no limit counts",

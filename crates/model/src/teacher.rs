@@ -10,6 +10,8 @@ use crate::model::Model;
 use crate::parameter::ParameterSpec;
 use crate::unit::{Forward, Output, Unit};
 use crate::{Batch, ModelError, Result};
+use std::io;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use trainyard_autograd::{ParamId, Parameters, Policy, RandomKey, Store, Tape, Var};
 use trainyard_tensor::ops::{Distillation, TeacherLogits};
@@ -21,6 +23,32 @@ pub struct Teacher {
     dtype: DType,
     distillation: Distillation,
     weights: OnceLock<Box<dyn Parameters + Send + Sync>>,
+    kept: OnceLock<Box<dyn KeptStates>>,
+}
+
+/// A sequence: its tokens, and their positions in their document.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequence<'a> {
+    /// Token ids.
+    pub tokens: &'a [i32],
+    /// The position of each.
+    pub positions: &'a [i32],
+}
+
+/// Final hidden states of a teacher, kept by the sequence that they are for. They depend on nothing
+/// else, and its logits follow from them.
+pub trait KeptStates: Send + Sync {
+    /// Fills `states` with those of `sequence`. Returns false if they are not kept.
+    ///
+    /// # Errors
+    /// Storage that cannot be read.
+    fn read(&self, sequence: Sequence<'_>, states: &mut [u8]) -> io::Result<bool>;
+
+    /// Keeps the states of `sequence`.
+    ///
+    /// # Errors
+    /// Storage that cannot be written.
+    fn keep(&self, sequence: Sequence<'_>, states: &[u8]) -> io::Result<()>;
 }
 
 impl Teacher {
@@ -30,7 +58,7 @@ impl Teacher {
     /// A model whose last unit is no head, or which is split over ranks.
     pub fn new(model: Model, dtype: DType, distillation: Distillation) -> Result<Teacher> {
         vocabulary_of(&model)?;
-        Ok(Teacher { model, dtype, distillation, weights: OnceLock::new() })
+        Ok(Teacher { model, dtype, distillation, weights: OnceLock::new(), kept: OnceLock::new() })
     }
 
     /// The model.
@@ -51,6 +79,14 @@ impl Teacher {
         assert!(self.weights.set(weights).is_ok(), "the teacher has weights already");
     }
 
+    /// Lets it read final hidden states from `kept`, and keep there what it computes.
+    ///
+    /// # Panics
+    /// If it does so already.
+    pub fn keep_states(&self, kept: Box<dyn KeptStates>) {
+        assert!(self.kept.set(kept).is_ok(), "the teacher keeps its states already");
+    }
+
     /// The factors of the logits of all tokens of `batch`: the final hidden states [m, d], and the
     /// matrix of the vocabulary [v, d].
     ///
@@ -58,10 +94,58 @@ impl Teacher {
     /// A teacher without weights, unless `device` is meta.
     fn teach(&self, device: &Device, batch: &Batch) -> Result<TeacherLogits> {
         match self.weights.get() {
-            Some(weights) => self.teach_by(device, weights.as_ref(), batch),
+            Some(weights) => match self.kept.get() {
+                Some(kept) => self.teach_from(kept.as_ref(), device, weights.as_ref(), batch),
+                None => self.teach_by(device, weights.as_ref(), batch),
+            },
             None if device.is_meta() => self.teach_by(device, &self.zeros(device)?, batch),
             None => Err(failure("its weights were not loaded")),
         }
+    }
+
+    /// As [`Teacher::teach_by`], without a forward if the states of all sequences are kept.
+    fn teach_from(
+        &self,
+        kept: &dyn KeptStates,
+        device: &Device,
+        weights: &dyn Parameters,
+        batch: &Batch,
+    ) -> Result<TeacherLogits> {
+        let w = weights.parameter(vocabulary_of(&self.model)?)?.value;
+        let width = w.shape()[1];
+        let (tokens, positions) = (batch.tokens.to_vec::<i32>()?, batch.positions.to_vec::<i32>()?);
+        let bounds: Vec<usize> = batch.segments.bounds().iter().map(|bound| *bound as usize).collect();
+        let sequences = || {
+            let of = |range: Range<usize>| Sequence { tokens: &tokens[range.clone()], positions: &positions[range] };
+            let ranges = bounds.windows(2).filter(|pair| pair[0] < pair[1]).map(|pair| pair[0]..pair[1]);
+            ranges.map(move |range| (of(range.clone()), range))
+        };
+        let bytes_of = |range: Range<usize>| {
+            let row = width * self.dtype.size();
+            range.start * row..range.end * row
+        };
+        let failed = |error: io::Error| failure(&format!("its kept states: {error}"));
+        {
+            let mut x = device.empty([tokens.len(), width], self.dtype, Purpose::Activations)?;
+            let all_kept = x.overwrite_bytes(|states| -> io::Result<bool> {
+                for (sequence, range) in sequences() {
+                    if !kept.read(sequence, &mut states[bytes_of(range)])? {
+                        // What is not filled would be read otherwise.
+                        states.fill(0);
+                        return Ok(false);
+                    }
+                }
+                Ok(true)
+            })?;
+            if all_kept.map_err(failed)? {
+                return Ok(TeacherLogits { x, w, distillation: self.distillation });
+            }
+        }
+        let taught = self.teach_by(device, weights, batch)?;
+        let keep =
+            |states: &[u8]| sequences().try_for_each(|(sequence, range)| kept.keep(sequence, &states[bytes_of(range)]));
+        taught.x.with_bytes(keep)?.map_err(failed)?;
+        Ok(taught)
     }
 
     fn teach_by(&self, device: &Device, weights: &dyn Parameters, batch: &Batch) -> Result<TeacherLogits> {

@@ -17,16 +17,24 @@ pub struct Args {
     /// a GGUF file. Default: distillation.teacher of the configuration.
     #[arg(long, value_name = "MODEL")]
     teacher: Option<PathBuf>,
+    /// Keep what the teacher's logits follow from in this folder, so that sequences which are there
+    /// need no forward of the teacher: in later epochs, and for other students. It takes as many
+    /// bytes per token as the teacher's hidden state. Default: distillation.cache of the
+    /// configuration.
+    #[arg(long, value_name = "DIR")]
+    cache_logits: Option<PathBuf>,
     #[command(flatten)]
     train: train::Args,
 }
 
 /// Runs the command.
 pub fn run(args: Args, process_start: Instant) -> Result<ExitCode> {
-    let Args { teacher, mut train } = args;
-    if let Some(teacher) = teacher {
-        let Some(path) = teacher.to_str() else { bail!("--teacher {}: the path is not UTF-8", teacher.display()) };
-        train.sets.push(format!("distillation.teacher={}", toml::Value::from(path)));
+    let Args { teacher, cache_logits, mut train } = args;
+    for (option, key, path) in [("--teacher", "teacher", teacher), ("--cache-logits", "cache", cache_logits)] {
+        if let Some(path) = path {
+            let Some(text) = path.to_str() else { bail!("{option} {}: the path is not UTF-8", path.display()) };
+            train.sets.push(format!("distillation.{key}={}", toml::Value::from(text)));
+        }
     }
     // A run that goes on has its teacher in its own configuration.
     let own = train.resume.as_ref().or(train.restart.as_ref()).map(|run| run.join(files::CONFIG));

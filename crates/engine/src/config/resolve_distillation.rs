@@ -9,13 +9,14 @@ impl Resolver {
     /// Resolves `[distillation]`.
     pub(super) fn distillation(&mut self, parallel: &Parallel) {
         let section = self.config.distillation.clone();
-        let DistillationSection { teacher, weight, temperature, divergence, beta } = section;
+        let DistillationSection { teacher, weight, temperature, divergence, beta, cache } = section;
         if teacher.is_none() {
             let because = "distillation.teacher is unset";
             self.unused("distillation.weight", &weight, because);
             self.unused("distillation.temperature", &temperature, because);
             self.unused("distillation.divergence", &divergence, because);
             self.unused("distillation.beta", &beta, because);
+            self.unused("distillation.cache", &cache, because);
             return;
         }
         self.path_exists("distillation.teacher", teacher.as_ref());
