@@ -41,7 +41,7 @@ interval_steps = 1000000
 threads = 1
 ";
 /// A way of training: its name, ranks on each host, settings, and the steps of a round.
-const WAYS: [(&str, usize, &[&str], usize); 16] = [
+const WAYS: [(&str, usize, &[&str], usize); 17] = [
     ("2 x 2 ranks, one exchange", 2, &["parallel.hierarchical_sums=false"], 1),
     ("2 x 2 ranks, hosts first", 2, &[], 1),
     ("2 x 1 rank, f32", 1, &[], 1),
@@ -60,6 +60,7 @@ const WAYS: [(&str, usize, &[&str], usize); 16] = [
         1,
     ),
     ("diloco, every 20", 1, &["update.rule=diloco", "update.every=20"], 20),
+    ("diloco, every 20, int8", 1, &["update.rule=diloco", "update.every=20", "compression.outer=int8"], 20),
     ("diloco, every 100", 1, &["update.rule=diloco", "update.every=100"], 100),
     (
         "streaming, every 20",

@@ -17,6 +17,8 @@ use crate::Result;
 use crate::state::{Holding, does_not_fit, overlap};
 use serde::Serialize;
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use trainyard_autograd::ParamId;
 use trainyard_model::weights::{PackedFormat, is_packed};
 use trainyard_model::{Model, ParameterSpec, UnitLayout};
@@ -31,6 +33,9 @@ pub struct WeightConstraints {
     /// The grid to which the matrices of blocks are rounded before forward reads them; None if they
     /// are not.
     pub grid: Option<PackedFormat>,
+    /// The first update whose result is rounded to the grid, from 1; 0: the weights that a run
+    /// begins with are.
+    pub grid_begin: u64,
     /// The rule by which weights of the matrices of blocks become zero; None if they do not.
     pub pruning: Option<Pruning>,
 }
@@ -234,17 +239,32 @@ fn check_ranks(matrix: &Matrix<'_>, layout: &UnitLayout, holding: &Holding, key:
 /// The matrices of a unit that are rounded to a grid.
 pub(crate) struct GridMatrices {
     bits: u8,
+    /// The first update whose result is rounded.
+    begin: u64,
+    /// Number of updates in the weights.
+    updates: Arc<AtomicU64>,
     /// Their elements in the unit's flat buffer, and the number of neighbours that share a scale.
     matrices: Vec<(Range<usize>, usize)>,
 }
 
 impl GridMatrices {
     /// Those of the parts that a rank holds.
-    pub fn of(model: &Model, unit: usize, holding: &Holding, format: PackedFormat) -> GridMatrices {
+    pub fn of(
+        model: &Model,
+        unit: usize,
+        holding: &Holding,
+        (format, begin): (PackedFormat, u64),
+        updates: &Arc<AtomicU64>,
+    ) -> GridMatrices {
         let layout = UnitLayout::new(model.units()[unit].parameters(), holding.shards);
         let of_matrix = |matrix: Matrix<'_>| (matrix.range, format.group_in(matrix.spec.row_elements()));
         let matrices = matrices(model, unit, &layout).into_iter().map(of_matrix).collect();
-        GridMatrices { bits: format.bits, matrices }
+        GridMatrices { bits: format.bits, begin, updates: Arc::clone(updates), matrices }
+    }
+
+    /// True if the weights are rounded now.
+    pub fn rounds(&self) -> bool {
+        self.updates.load(Ordering::Relaxed) >= self.begin
     }
 
     /// Writes to `copy` the matrices among `masters`, rounded. Both are the elements `range` of the

@@ -361,6 +361,7 @@ impl Optimizer {
         let staged = staged.first(chunk.range.len(), chunk.state_elements)?;
         let visit = lock(&chunk.visit).clone();
         visit.as_ref().map_or(Ok(()), Visit::wait)?;
+        parameters.set_updates(rates.update);
         let zeros = self.zeros(unit, chunk, &staged, parameters, rates.update)?;
         for piece in &chunk.pieces {
             let within = piece.range.start - chunk.range.start;

@@ -518,6 +518,8 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
         rank.restore_amax_history(history)?;
     }
     check_all_read(rank, checkpoint)?;
+    // Weights are rounded to a grid from some update on.
+    rank.parameters.set_updates(state.updates);
     load_parameters(rank, checkpoint)?;
     let own = if rank.is_apart() { rank.replica().0 % replicas_in(checkpoint) } else { 0 };
     rank.optimizer.set_state(|part, values| {

@@ -187,6 +187,7 @@ fn a_resumed_run_has_the_same_bits_on_other_ranks() {
     for (name, sets, first, second) in [
         ("grid", &grid[..], DDP, STAGE_3),
         ("grid-back", &grid, STAGE_2, DDP),
+        ("late", &[&grid[..], &["quantization.begin=0.5"]].concat(), DDP, STAGE_3),
         ("half", HALF, DDP, PIPELINE),
         ("pairs", TWO_OF_FOUR, STAGE_3, DDP),
         ("both", &[TWO_OF_FOUR, GRID].concat(), DDP, STAGE_2),
@@ -199,6 +200,26 @@ fn a_resumed_run_has_the_same_bits_on_other_ranks() {
             let continued = go_on(folder, name, &on, step, &[second, &["checkpoint.interval_steps=auto"]].concat());
             assert!(continued == whole, "{on}");
         }
+    }
+}
+
+/// The masters are those of a run without a grid, up to the step whose update is rounded first. The
+/// next forward reads what it has made.
+#[test]
+fn weights_are_rounded_from_the_share_of_the_steps_that_is_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for compute in ["precision.compute=bf16", "precision.compute=f32"] {
+        let every = ["training.steps=10", "checkpoint.interval_steps=1", "checkpoint.keep_last=20", compute, RATE];
+        let begin = ["quantization.begin=0.5"];
+        start(folder, "plain", &[&every[..], DDP].concat());
+        start(folder, "late", &[&every[..], DDP, GRID, &begin].concat());
+        let of = |name: &str, step| matrices(&folder.join(name), step);
+        for step in [1, 4, 5] {
+            assert!(of("plain", step) == of("late", step), "{compute}: step {step}");
+        }
+        assert!(of("plain", 6) != of("late", 6), "{compute}: the grid changed nothing");
+        ["plain", "late"].map(|name| std::fs::remove_dir_all(folder.join(name)).unwrap());
     }
 }
 
@@ -254,7 +275,9 @@ fn impossible_constraints_are_refused() {
     let aware = "quantization.aware=4";
     let half = "pruning.sparsity=0.5";
     for (sets, words) in [
-        (&["quantization.aware=5"][..], "quantization.aware = 5: weights have 2, 3, 4 or 8 bits"),
+        (&["quantization.begin=0.5"][..], "quantization.aware is unset"),
+        (&[aware, "quantization.begin=1.5"], "quantization.begin"),
+        (&["quantization.aware=5"], "quantization.aware = 5: weights have 2, 3, 4 or 8 bits"),
         (&["quantization.aware=400"], "quantization.aware takes a whole number"),
         (&["quantization.group=64"], "quantization.group has no effect"),
         (&[aware, "device=cuda"], "on processors only"),

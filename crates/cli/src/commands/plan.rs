@@ -18,7 +18,7 @@ use anyhow::{Context, Result, bail};
 use keys::settings;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use trainyard_engine::config::{ByteSize, Config, ConfigValue, OptimizerName};
+use trainyard_engine::config::{ByteSize, CompressionCodec, Config, ConfigValue, OptimizerName, UpdateRule};
 use trainyard_engine::host;
 use trainyard_engine::pretrained::config_text;
 use trainyard_engine::shape::model_spec;
@@ -479,6 +479,16 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
         note(
             "the planner of clusters does not count the average of the weights: 4 more bytes a parameter, sharded like the optimizer's state",
         );
+    }
+    let codecs = [config.compression.gradients, config.compression.parameters, config.compression.outer];
+    for (is_set, passed_over) in [
+        (config.update.rule != UpdateRule::Synchronous, "update.rule: --network compares rules"),
+        (codecs.iter().any(|codec| *codec != CompressionCodec::None), "compression: --network compares codecs"),
+        (config.distillation.teacher.is_some(), "the teacher's forward and its weights"),
+    ] {
+        if is_set {
+            note(&format!("the planner of clusters plans plain synchronous steps, without {passed_over}"));
+        }
     }
     Ok(Asked {
         model: Architecture::from(&spec),

@@ -278,7 +278,9 @@ impl Config {
         r.averaging_extent(optimizer.averaging, limits);
         let schedule = r.schedule(optimizer.learning_rate, limits.steps);
         r.precision();
-        let constraints = WeightConstraints { grid: r.quantization(), pruning: r.pruning(limits, optimizer.averaging) };
+        let (grid, grid_begin) = r.quantization(limits).unzip();
+        let pruning = r.pruning(limits, optimizer.averaging);
+        let constraints = WeightConstraints { grid, grid_begin: grid_begin.unwrap_or(0), pruning };
         r.activation_checkpointing(inputs);
         let (isa, threads) = r.compute(inputs, &parallel);
         if r.images.is_some() {

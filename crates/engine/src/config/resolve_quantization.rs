@@ -1,6 +1,6 @@
 //! Resolves `[quantization]`.
 
-use super::resolve::Resolver;
+use super::resolve::{Limits, Resolver};
 use super::sections::Fp8Recipe;
 use super::sections_fine_tuning::AdapterMethod;
 use super::sections_parallel::UpdateRule;
@@ -9,12 +9,25 @@ use super::{DeviceKind, OffloadTier};
 use trainyard_model::weights::{PACKED_BITS, PackedFormat};
 
 impl Resolver {
-    /// Resolves `[quantization]`; None if weights are not rounded.
-    pub(super) fn quantization(&mut self) -> Option<PackedFormat> {
-        let QuantizationSection { aware, group } = self.config.quantization.clone();
+    /// Resolves `[quantization]`: the grid, and the first update whose result is rounded; None if
+    /// weights are not rounded.
+    pub(super) fn quantization(&mut self, limits: Limits) -> Option<(PackedFormat, u64)> {
+        let QuantizationSection { aware, group, begin } = self.config.quantization.clone();
         let Some(bits) = aware else {
             self.unused("quantization.group", &group, "quantization.aware is unset");
+            self.unused("quantization.begin", &begin, "quantization.aware is unset");
             return None;
+        };
+        let begin = begin.unwrap_or(0.0);
+        self.within("quantization.begin", begin, 0.0, 1.0);
+        let begin = match limits.steps {
+            Some(steps) => (begin * steps as f64).round() as u64,
+            None if begin > 0.0 => {
+                let message = "quantization.begin is a share of the steps: set training.steps";
+                self.problem("quantization.begin", message);
+                0
+            }
+            None => 0,
         };
         if !PACKED_BITS.contains(&bits) {
             let message = format!("quantization.aware = {bits}: weights have 2, 3, 4 or 8 bits");
@@ -28,7 +41,7 @@ impl Resolver {
                            precision.fp8 = \"off\"";
             self.problem("quantization.aware", message);
         }
-        Some(PackedFormat { bits, group: Some(group).filter(|group| *group > 0) })
+        Some((PackedFormat { bits, group: Some(group).filter(|group| *group > 0) }, begin))
     }
 
     /// Refuses what constraints on weights during training do not go with. `what` says in words

@@ -14,5 +14,8 @@ section! {
         /// Neighbours of a row that share a scale; 0: all of a row. Unset: 128.
         #[elsewhere("groupsize", "group_size", "q_group_size", "quantization_group_size")]
         group: Option<usize> = None;
+        /// The share of the steps after which weights are rounded. Unset: 0, from the beginning.
+        #[elsewhere("fake_quant_after_n_steps", "qat_begin")]
+        begin: Option<f64> = None;
     }
 }

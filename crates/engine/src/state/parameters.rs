@@ -13,6 +13,7 @@ use crate::links::Link;
 use crate::tier::{Lower, Stored, Tiers, aligned};
 use crate::{EngineError, Result};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use trainyard_autograd::{Adapter, AutogradError, ParamId, Parameter, Parameters};
 use trainyard_model::{Adapters, Init, Model, ParameterSpec, UnitLayout};
@@ -38,6 +39,8 @@ pub struct ParameterState {
     adapters: Adapters,
     /// Buffers of gathers that are encoded; None: shards travel as they are.
     encoded: Option<EncodedGathers>,
+    /// Number of updates in the masters, which says whether copies are on their grid.
+    updates: Arc<AtomicU64>,
 }
 
 /// One unit's parameters.
@@ -82,6 +85,11 @@ struct Present {
 }
 
 impl ParameterState {
+    /// Sets the number of updates in the masters, before they are copied.
+    pub(crate) fn set_updates(&self, updates: u64) {
+        self.updates.store(updates, Ordering::Relaxed);
+    }
+
     /// Makes parameters that are all zero. No memory is allocated for copies that `tiers` offload.
     pub fn zeros(
         device: &Device,
@@ -97,13 +105,17 @@ impl ParameterState {
         let (lower, codec, apart) = (tiers.parameters.clone(), tiers.encoded, separate || with_state);
         let (units, adapters) = (Vec::new(), model.adapters().clone());
         let (encoded, own) = (None, device.clone());
-        let mut state = ParameterState { device: own, compute, holding, lower, codec, apart, units, adapters, encoded };
+        let updates = Arc::default();
+        let mut state =
+            ParameterState { device: own, compute, holding, lower, codec, apart, units, adapters, encoded, updates };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
             let here = apart && !with_state && state.holding.holds(unit);
             let grid = constraints.grid.filter(|_| state.holding.holds(unit));
-            let on_grid = grid.map(|format| GridMatrices::of(model, unit, &state.holding, format));
+            let on_grid = grid.map(|format| {
+                GridMatrices::of(model, unit, &state.holding, (format, constraints.grid_begin), &state.updates)
+            });
             let mut unit = UnitParameters::new(device, model, unit, &state.holding, apart, here)?;
             unit.on_grid = on_grid;
             unit.offset = offset;
@@ -527,9 +539,13 @@ impl UnitParameters {
         }
     }
 
-    /// True if the copy holds matrices rounded to a grid.
+    /// True if the copy holds matrices rounded to a grid now.
     pub fn is_on_grid(&self) -> bool {
-        self.on_grid.is_some()
+        self.grid().is_some()
+    }
+
+    fn grid(&self) -> Option<&GridMatrices> {
+        self.on_grid.as_ref().filter(|grid| grid.rounds())
     }
 
     /// Writes to the copy the matrices among `masters`, the elements `range`, rounded to the grid.
@@ -538,7 +554,7 @@ impl UnitParameters {
     /// # Errors
     /// A range that cuts a group.
     pub fn round_copy(&self, range: Range<usize>, masters: &Tensor) -> Result<()> {
-        let (Some(grid), Some(mut copy)) = (&self.on_grid, self.copy_range(range.clone())?) else { return Ok(()) };
+        let (Some(grid), Some(mut copy)) = (self.grid(), self.copy_range(range.clone())?) else { return Ok(()) };
         grid.round(&range, masters, &mut copy)
     }
 
@@ -550,11 +566,11 @@ impl UnitParameters {
             let masters = masters.view(part.start - range.start, [part.len()])?;
             if masters.device().same(copy.device()) {
                 ops::cast_into(&masters, &mut copy)?;
-                self.on_grid.as_ref().map_or(Ok(()), |grid| grid.round(&part, &masters, &mut copy))?;
+                self.grid().map_or(Ok(()), |grid| grid.round(&part, &masters, &mut copy))?;
             } else {
                 let mut cast = masters.device().empty([part.len()], copy.dtype(), Purpose::Workspace)?;
                 ops::cast_into(&masters, &mut cast)?;
-                self.on_grid.as_ref().map_or(Ok(()), |grid| grid.round(&part, &masters, &mut cast))?;
+                self.grid().map_or(Ok(()), |grid| grid.round(&part, &masters, &mut cast))?;
                 copy.transfer_from(&cast)?;
                 // The host memory of `cast` may be reused only after the transfer.
                 copy.device().synchronize()?;

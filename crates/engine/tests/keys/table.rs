@@ -347,6 +347,7 @@ pub const ROWS: &[Row] = &[
     row("precision.loss_scale_initial", F16, &["precision.loss_scale_initial=2"], Scales),
     row("precision.loss_scale_window", F16, &["precision.loss_scale_window=1"], Scales),
     row("quantization.aware", &[], &["quantization.aware=4", "quantization.group=0"], Losses),
+    row("quantization.begin", GRID, &["quantization.begin=0.5"], Losses),
     row("quantization.group", GRID, &["quantization.group=8"], Losses),
     row("pruning.sparsity", &[], &["pruning.sparsity=0.5", "pruning.begin=0", "pruning.end=0"], Losses),
     row("pruning.pattern", &[], &["pruning.pattern='2:4'", "pruning.begin=0", "pruning.end=0"], Losses),
