@@ -6,18 +6,18 @@
 //! restart does.
 
 use super::ranks::{self, Ranks, Signals};
-use super::{Args, PORT_DEFAULT, Place, free_port, identity, listen_address};
+use super::{Args, PORT_DEFAULT, Place, free_port, identity};
 use crate::commands::supervise::{EXIT_INTERRUPTED, RunFile};
 use crate::commands::train;
 use crate::output::note;
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::SIGTERM;
 use std::ffi::OsString;
+use std::net::Ipv4Addr;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 use trainyard_comm::Environment;
-use trainyard_comm::tcp::LISTEN_VARIABLE;
 use trainyard_comm::tcp::elastic::{Heard, Keeper, Limits, Meeting, Member, Order, Outcome, Report, Start};
 use trainyard_engine::faults::VARIABLE;
 
@@ -52,7 +52,7 @@ pub fn run(args: &Args, (min, max): (u32, u32), environment: Environment, progra
         },
         note: |text| note(text),
     };
-    let ip = listen_address(get(LISTEN_VARIABLE));
+    let ip = environment.listen.unwrap_or(Ipv4Addr::UNSPECIFIED.into());
     // If no port is free, rank 0 says so.
     let port_of_ranks = move || free_port(ip).unwrap_or(0);
     let node = args.node_rank.or(slurm.map(|(_, node)| node));

@@ -78,9 +78,12 @@ impl Keeper<'_> {
 
     /// The door at the first address of this host that `host` means, if it means one.
     fn door_at_name(&self) -> io::Result<Option<Door>> {
+        let is_loopback = self.host == "localhost" || self.host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
         // A name that is not known here is not this host's.
         for address in (self.host, self.port).to_socket_addrs().into_iter().flatten() {
-            match self.door(Some(address.ip())) {
+            // A host's own name may mean loopback there; other hosts come by another address.
+            let is_own_name = address.ip().is_loopback() && !is_loopback;
+            match self.door(Some(address.ip()).filter(|_| !is_own_name)) {
                 Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {}
                 opened => return opened.map(Some),
             }
