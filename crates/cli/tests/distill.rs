@@ -119,8 +119,8 @@ fn layouts_and_resumption_do_not_change_a_students_bits() {
     }
 }
 
-/// What is kept of a teacher changes no bit, in whatever layout and by whichever student it is read,
-/// and what is there is not computed and kept again.
+/// The kept states of a teacher change no bit, in whatever layout and by whichever student they are
+/// read. Those that are there are not computed and kept again.
 #[test]
 fn kept_states_of_a_teacher_change_no_bit() {
     let folder = with_teacher();

@@ -41,9 +41,9 @@ section! {
         /// The teacher's share in the mixture that `jensen_shannon` compares both with. Unset: 0.5.
         #[elsewhere("jsd_beta")]
         beta: Option<f64> = None;
-        /// Folder in which the teacher's final hidden states are kept by sequence, for later epochs,
-        /// other students and resumed runs; its logits follow from them exactly. Sequences that are
-        /// there need no forward of the teacher. Unset: nothing is kept.
+        /// Folder in which the teacher's final hidden states are kept by sequence, for later
+        /// epochs, other students and resumed runs; its logits follow from them exactly. Sequences
+        /// that are there need no forward of the teacher. Unset: nothing is kept.
         #[elsewhere("logits_cache", "cached_logits_path")]
         cache: Option<PathBuf> = None;
     }

@@ -1,7 +1,7 @@
 //! The final hidden states of a teacher in files, for later epochs and other students.
 //!
-//! A folder belongs to one teacher, whose fingerprint is its name. Each rank of each sitting appends
-//! to a file of its own, so that runs can share the folder while they train. A record is
+//! A folder belongs to one teacher, whose fingerprint is its name. Each rank of each sitting
+//! appends to a file of its own, so that runs can share the folder while they train. A record is
 //!
 //! | bytes | |
 //! |---|---|

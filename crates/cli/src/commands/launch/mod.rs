@@ -43,7 +43,8 @@ pub struct Args {
     /// Run on this host alone, even under Slurm: `--nnodes 1`, at a free port.
     #[arg(long)]
     standalone: bool,
-    /// Number of this host, from 0. Unset: from Slurm.
+    /// Number of this host, from 0. Unset: from Slurm. With --nnodes MIN:MAX: 0 on the host that
+    /// keeps the roster, another number on all others.
     #[arg(long, alias = "node_rank", value_name = "R")]
     node_rank: Option<u32>,
     /// Name or address of host 0, as all hosts know it. Unset: from Slurm; on one host, 127.0.0.1.
