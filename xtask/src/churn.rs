@@ -198,13 +198,10 @@ impl Churn<'_> {
     /// Lets a guest leave, or kills it.
     fn remove(&mut self, which: usize, kills: bool) -> Result<()> {
         let mut guest = self.guests.remove(which);
-        if kills {
-            guest.kill()?;
-        } else {
-            let sent = Command::new("kill").args(["-TERM", &guest.id().to_string()]).status()?;
-            ensure!(sent.success(), "a guest has ended before it was asked to");
-        }
+        let signal = if kills { "-KILL" } else { "-TERM" };
+        let sent = Command::new("kill").args([signal, &guest.id().to_string()]).status();
         guest.wait()?;
+        ensure!(sent?.success(), "a guest has ended before it was asked to");
         Ok(())
     }
 
