@@ -288,7 +288,7 @@ fn host_update(bytes: usize) -> Result<f64, TensorError> {
     let (mut master, gradient) = (f32s(Purpose::Params)?, f32s(Purpose::Grads)?);
     let (mut first, mut second) = (f32s(Purpose::Optimizer)?, f32s(Purpose::Optimizer)?);
     let mut copy = host.empty([bytes / 4], DType::BF16, Purpose::Params)?;
-    let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, variance_steps: None };
     host.set_recording(true);
     for step in 1..=5 {
         let operands =

@@ -737,7 +737,7 @@ impl Piece {
         let (beta1, beta2, eps) = (settings.beta1 as f32, settings.beta2 as f32, settings.eps as f32);
         match &mut self.state(state)? {
             State::Moments(first, second) => {
-                let hyper = AdamW { lr, beta1, beta2, eps, weight_decay };
+                let hyper = AdamW { lr, beta1, beta2, eps, weight_decay, variance_steps: settings.variance_steps };
                 optim::adamw(hyper, rates.update, operands, first, second)?;
             }
             State::Momentum(momentum) if settings.name == OptimizerName::Lion => {

@@ -260,7 +260,9 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
     let diloco: &[&str] = &["update.rule='diloco'", "update.every=3", "compression.outer='int4'"];
     let streaming: &[&str] =
         &["update.fragments=2", "update.overlap=true", "evaluation.interval_steps=3", "data.validation_fraction=0.1"];
-    let rules: [&[&str]; 9] = [
+    let one_bit_adam = ["compression.gradients='one_bit'", "compression.warmup_steps=2"];
+    let rules: [&[&str]; 10] = [
+        &[&["parallel.ranks=2", "optimizer.freeze_variance_after=2"], &one_bit_adam[..]].concat(),
         &["parallel.ranks=2", "compression.gradients='one_bit'"],
         &["parallel.ranks=2", "parallel.zero_stage=3", "compression.gradients='top_k'"],
         &[HYBRID, &["compression.gradients='int4'"]].concat(),

@@ -144,10 +144,10 @@ fn mutants_of_fragments_are_refused() {
     refused(other, "no outer step of unit 0");
     let mut whole = good.clone();
     whole.fragment = None;
-    refused(whole, "is not updated");
+    refused(whole, "both touch the parameters");
     let mut inner = good.clone();
     inner.kind = StepKind::Inner;
-    refused(inner, "no outer step");
+    refused(inner, "both touch the parameters");
 }
 
 #[test]

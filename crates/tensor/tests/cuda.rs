@@ -252,7 +252,7 @@ fn optimizer_steps_are_those_of_the_cpu() {
             let sgd = Sgd { lr, momentum: 0.9, nesterov: true, weight_decay, decay: Decay::Coupled };
             match rule {
                 0 => {
-                    let hyper = AdamW { lr, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay };
+                    let hyper = AdamW { lr, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, variance_steps: None };
                     ops::optim::adamw(hyper, 3, operands, &mut first, &mut second)?;
                 }
                 1 => ops::optim::sgd(sgd, operands, Some(&mut first))?,

@@ -31,7 +31,7 @@ fn is_copy<T: Element>(copy: &[T], p: &[f32]) {
 
 dtypes! {
     fn adamw_steps<T>() {
-        let hyper = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+        let hyper = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, variance_steps: None };
         for (len, shift) in LENGTHS.into_iter().flat_map(|len| [(len, 0), (len, 1)]) {
             let start = values::<f32>(1, len);
             let (p, m, v, c) = both_orders(|| {

@@ -155,6 +155,8 @@ pub struct OptimizerSettings {
     pub beta1: f64,
     pub beta2: f64,
     pub eps: f64,
+    /// The update after which AdamW's second moment stays as it is; `None`: it never does.
+    pub variance_steps: Option<u64>,
     pub weight_decay: f64,
     pub momentum: f64,
     pub nesterov: bool,

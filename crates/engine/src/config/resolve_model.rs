@@ -479,6 +479,12 @@ impl Resolver {
         let factored = number("optimizer.factored_decay", &o.factored_decay, &[(Adafactor, -0.8)], -1.0, -0.01);
         let update_clip = number("optimizer.update_clip", &o.update_clip, &[(Adafactor, 1.0)], 1e-6, 1e6);
 
+        let variance_steps = o.freeze_variance_after;
+        if name != AdamW {
+            self.unused("optimizer.freeze_variance_after", &variance_steps, &foreign);
+        }
+        self.count("optimizer.freeze_variance_after", variance_steps, 1, u64::MAX);
+
         let nesterov = match name {
             Sgd | Muon => self.settle("optimizer.nesterov", &o.nesterov, name == Muon, usual.as_str()),
             _ => {
@@ -536,6 +542,7 @@ impl Resolver {
             beta1,
             beta2,
             eps,
+            variance_steps: variance_steps.filter(|_| name == AdamW),
             weight_decay: o.weight_decay,
             momentum,
             nesterov,

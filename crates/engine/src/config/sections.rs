@@ -542,6 +542,10 @@ section! {
         /// Added to the root of the second moment: adamw, muon's AdamW part. Unset: 1e-8.
         #[elsewhere("adam_eps", "adam_epsilon", "epsilon")]
         eps: Option<f64> = None;
+        /// AdamW: the update after which second moments stay as they are (1-bit Adam, Tang et al.
+        /// 2021), for codecs whose errors would enter them. Unset: they never do.
+        #[elsewhere("var_freeze_step")]
+        freeze_variance_after: Option<u64> = None;
         /// Decoupled weight decay, multiplied by the learning rate.
         #[elsewhere("wd", "decay")]
         weight_decay: f64 = 0.1;

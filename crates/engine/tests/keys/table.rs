@@ -316,6 +316,7 @@ pub const ROWS: &[Row] = &[
     row("optimizer.name", &[], &["optimizer.name=lion"], Losses),
     row("optimizer.learning_rate", &[], &["optimizer.learning_rate=2e-2"], Losses),
     row("optimizer.beta1", &[], &["optimizer.beta1=0.5"], Losses),
+    row("optimizer.freeze_variance_after", &[], &["optimizer.freeze_variance_after=1"], Losses),
     row("optimizer.beta2", &[], &["optimizer.beta2=0.5"], Losses),
     row("optimizer.eps", &[], &["optimizer.eps=1e-2"], Losses),
     row("optimizer.weight_decay", &[], &["optimizer.weight_decay=0"], Losses),

@@ -374,7 +374,7 @@ fn parameters<T: Element>(bench: &mut Bench<'_>, Sizes { parameters, .. }: Sizes
     bench.time("sum of squares", 4 * parameters, |cpu| total += sum_of_squares(cpu, &g));
     assert!(total > 0.0, "the sums were made");
 
-    let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, variance_steps: None };
     let (mut want, mut first, mut second) = (wide(&p[..some]), vec![0.0; some], vec![0.0; some]);
     reference::optim::adamw(hyper, 1, &mut want, &wide(&g[..some]), &mut first, &mut second);
     adamw(cpu, hyper, 1, 1.0, &mut p, &g, &mut m, &mut v, Some(&mut half));

@@ -32,6 +32,9 @@ pub struct AdamW {
     pub eps: f32,
     /// Decoupled weight decay.
     pub weight_decay: f32,
+    /// The step after which the second moment stays as it is (1-bit Adam, Tang et al. 2021); None:
+    /// it never does.
+    pub variance_steps: Option<u64>,
 }
 
 /// SGD with momentum (a sum, as in PyTorch: `m = momentum m + g`).
@@ -134,12 +137,20 @@ fn put<S: Simd, T: Element>(s: S, p: S::F, params: &mut [f32], copy: &mut Option
 }
 
 impl AdamW {
-    /// `lr / (1 - beta1^t)` and `1 / sqrt(1 - beta2^t)` of the `step`-th step, from 1.
+    /// `lr / (1 - beta1^t)` and `1 / sqrt(1 - beta2^t)` of the `step`-th step, from 1. A second
+    /// moment that stays as it is keeps its correction.
     pub(crate) fn corrected(&self, step: u64) -> (f32, f32) {
         assert!(step > 0, "steps count from 1");
-        let correction = |beta: f32| 1.0 - f64::from(beta).powf(step as f64);
-        let step_size = (f64::from(self.lr) / correction(self.beta1)) as f32;
-        (step_size, (1.0 / correction(self.beta2).sqrt()) as f32)
+        let correction = |beta: f32, step: u64| 1.0 - f64::from(beta).powf(step as f64);
+        let step_size = (f64::from(self.lr) / correction(self.beta1, step)) as f32;
+        let taken = self.variance_steps.map_or(step, |last| step.min(last.max(1)));
+        (step_size, (1.0 / correction(self.beta2, taken).sqrt()) as f32)
+    }
+
+    /// The decay of the second moment in the `step`-th step: 1 where it stays as it is.
+    pub(crate) fn second_decay(&self, step: u64) -> f32 {
+        let is_frozen = self.variance_steps.is_some_and(|last| step > last.max(1));
+        if is_frozen { 1.0 } else { self.beta2 }
     }
 }
 
@@ -161,6 +172,7 @@ pub fn adamw<T: Element>(
     copy: Option<&mut [T]>,
 ) {
     let (step_size, root) = hyper.corrected(step);
+    let hyper = AdamW { beta2: hyper.second_decay(step), ..hyper };
     for_state(cpu, gradients, [params, first, second], copy, |g, [p, m, v], copy| {
         adamw_range(cpu.isa, hyper, gradient_scale, step_size, root, g, p, m, v, copy);
     });

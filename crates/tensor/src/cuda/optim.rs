@@ -26,7 +26,7 @@ pub(crate) fn adamw(
     let (dtype, copy) = copy_of(operands);
     let (n, (step_size, root)) = (operands.gradient.elements(), hyper.corrected(step));
     let keep = 1.0 - hyper.lr * hyper.weight_decay;
-    let AdamW { beta1, beta2, eps, .. } = hyper;
+    let (AdamW { beta1, eps, .. }, beta2) = (hyper, hyper.second_decay(step));
     let args = args![
         &*operands.master,
         operands.gradient,

@@ -6,10 +6,13 @@ use crate::cpu::optim::{Adafactor, AdamW, Decay, Lion, Sgd, StepSize};
 pub fn adamw(h: AdamW, step: u64, p: &mut [f64], g: &[f64], m: &mut [f64], v: &mut [f64]) {
     let (b1, b2) = (f64::from(h.beta1), f64::from(h.beta2));
     let (lr, eps, decay) = (f64::from(h.lr), f64::from(h.eps), f64::from(h.weight_decay));
+    let taken = h.variance_steps.unwrap_or(step).min(step);
     for i in 0..p.len() {
         m[i] = b1 * m[i] + (1.0 - b1) * g[i];
-        v[i] = b2 * v[i] + (1.0 - b2) * g[i] * g[i];
-        let (m, v) = (m[i] / (1.0 - b1.powf(step as f64)), v[i] / (1.0 - b2.powf(step as f64)));
+        if taken == step {
+            v[i] = b2 * v[i] + (1.0 - b2) * g[i] * g[i];
+        }
+        let (m, v) = (m[i] / (1.0 - b1.powf(step as f64)), v[i] / (1.0 - b2.powf(taken as f64)));
         p[i] = p[i] * (1.0 - lr * decay) - lr * m / (v.sqrt() + eps);
     }
 }

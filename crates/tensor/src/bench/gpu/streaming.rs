@@ -160,7 +160,7 @@ const CASES: [(&str, Case); 17] = [
                 (zeros()?, zeros()?)
             }
         };
-        let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, variance_steps: None };
         let copied = (o.dtype != DType::F32).then_some(&mut copy);
         let operands =
             OptimizerOperands { master: &mut master, gradient: &gradient, gradient_scale: 1.0, copy: copied };

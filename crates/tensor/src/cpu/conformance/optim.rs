@@ -26,8 +26,8 @@ fn scaled(step: u64, len: usize) -> Vec<f64> {
 
 dtypes! {
     fn adamw_steps<T>() {
-        let hyper = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
-        for len in LENGTHS {
+        for (len, variance_steps) in LENGTHS.into_iter().flat_map(|len| [(len, None), (len, Some(4))]) {
+            let hyper = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, variance_steps };
             let start = values::<f32>(1, len);
             on_every_cpu(
                 |cpu| {
