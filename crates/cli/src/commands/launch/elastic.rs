@@ -18,7 +18,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 use trainyard_comm::Environment;
-use trainyard_comm::tcp::elastic::{Heard, Keeper, Limits, Meeting, Member, Order, Outcome, Report, Start};
+use trainyard_comm::tcp::elastic::{Heard, Keeper, Limits, Member, Order, Outcome, Report, Start};
 use trainyard_engine::faults::VARIABLE;
 
 /// Interval of the checks for orders, ended ranks and signals.
@@ -97,15 +97,10 @@ pub fn run(args: &Args, (min, max): (u32, u32), environment: Environment, progra
             if let Some(why) = &outcome.why {
                 note(&format!("launch: {why}"));
             }
-            return Ok(ended(outcome, meeting));
+            // A meeting that is dropped waits until all hosts know the end.
+            return Ok(ExitCode::from(outcome.code));
         }
     }
-}
-
-/// The exit code, once all hosts know the end.
-fn ended(outcome: Outcome, meeting: Option<Meeting>) -> ExitCode {
-    drop(meeting);
-    ExitCode::from(outcome.code)
 }
 
 /// This host.
@@ -149,6 +144,10 @@ impl Here<'_> {
                 Heard::Order(Order::End(outcome)) => {
                     self.end_ranks()?;
                     return Ok(Some(outcome));
+                }
+                Heard::Refused(why) => {
+                    self.end_ranks()?;
+                    bail!("the keeper of the roster turned this host away: {why}");
                 }
                 Heard::Lost(why) => {
                     self.end_ranks()?;

@@ -31,8 +31,10 @@ pub enum Heard {
     Nothing,
     /// An order.
     Order(Order),
-    /// The meeting has turned this host away, or cannot be reached any more; the reason.
+    /// The meeting cannot be reached any more; the reason.
     Lost(String),
+    /// The meeting has turned this host away, or is none: coming again changes nothing; the reason.
+    Refused(String),
 }
 
 impl Member {
@@ -64,9 +66,7 @@ impl Member {
             match attempt() {
                 Ok(stream) => break stream,
                 // Another program, another version or another job: waiting changes nothing.
-                Err(error) if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::PermissionDenied) => {
-                    return Err(error);
-                }
+                Err(error) if is_final(&error) => return Err(error),
                 Err(error) if Instant::now() >= end => return Err(error),
                 Err(_) => std::thread::sleep(RETRY),
             }
@@ -77,8 +77,8 @@ impl Member {
             loop {
                 let order = match hear(&listened, SILENCE) {
                     Ok(Word::Order(order)) => Ok(order),
-                    Ok(Word::Refused(why)) => Err(io::Error::other(why)),
-                    Ok(_) => Err(io::Error::other("it says what it should not")),
+                    Ok(Word::Refused(why)) => Err(io::Error::new(io::ErrorKind::PermissionDenied, why)),
+                    Ok(_) => Err(io::Error::new(io::ErrorKind::InvalidData, "it says what it should not")),
                     Err(error) => Err(error),
                 };
                 let is_last = order.is_err();
@@ -102,25 +102,54 @@ impl Member {
 
     /// The next news since the last call. Says now and then that this host lives.
     pub fn listen(&mut self) -> Heard {
-        if self.said.elapsed() >= HEARTBEAT && self.report(Report::Alive).is_err() {
-            // An order that came before the end counts.
-            if let Ok(Ok(order)) = self.heard.try_recv() {
-                return Heard::Order(order);
-            }
-            return Heard::Lost("its connection is closed".to_owned());
-        }
+        let is_closed = self.said.elapsed() >= HEARTBEAT && self.report(Report::Alive).is_err();
+        // What came before the end counts.
         match self.heard.try_recv() {
+            Err(TryRecvError::Empty) if is_closed => Heard::Lost("its connection is closed".to_owned()),
             Ok(Ok(Order::Alive)) | Err(TryRecvError::Empty) => Heard::Nothing,
             Ok(Ok(order)) => Heard::Order(order),
+            Ok(Err(error)) if is_final(&error) => Heard::Refused(error.to_string()),
             Ok(Err(error)) => Heard::Lost(error.to_string()),
             Err(TryRecvError::Disconnected) => Heard::Lost("its connection is closed".to_owned()),
         }
     }
 }
 
+/// True for an error that another attempt would meet again.
+fn is_final(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::PermissionDenied)
+}
+
 impl Drop for Member {
     fn drop(&mut self) {
         // The thread that listens ends with the connection, which may be closed already.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tcp::door::Door;
+
+    /// A host of another version came again and again, without a pause.
+    #[test]
+    fn a_host_that_is_turned_away_does_not_come_again() {
+        let secret = JobSecret::nothing();
+        let home = std::net::Ipv4Addr::LOCALHOST.into();
+        for answer in [Word::Refused("another version".to_owned()), Word::Begin] {
+            let door = Door::open(0, 0, Some(home), 0, &secret, Purpose::Hosts, |_| {}).unwrap();
+            let mut member = Member::join(("127.0.0.1", door.port()), None, 1, None, &secret, SILENCE).unwrap();
+            let visitor = door.next(SILENCE).expect("the member has come");
+            say(&visitor.stream, &answer, SILENCE).unwrap();
+            let end = Instant::now() + SILENCE;
+            let heard = loop {
+                match member.listen() {
+                    Heard::Nothing if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+                    heard => break heard,
+                }
+            };
+            assert!(matches!(heard, Heard::Refused(_)));
+        }
     }
 }
