@@ -113,6 +113,13 @@ def awq(w, x, bits, group):
     return found
 
 
+def smooth(w, x, exponent):
+    """Xiao et al. 2023, equation 4, as `smoothquant/smooth.py` of mit-han-lab has it."""
+    inputs, weights = x.abs().max(0)[0], w.abs().max(0)[0].clamp(min=1e-5)
+    scales = (inputs.pow(exponent) / weights.pow(1 - exponent)).clamp(min=1e-5)
+    return {"exponent": exponent, "scales": scales.tolist()}
+
+
 def kept(mask):
     return ["".join("1" if on else "0" for on in row) for row in mask.tolist()]
 
@@ -178,6 +185,7 @@ def main():
         "gptq": [gptq(w, u, 4, 32), gptq(w, u, 3, 160)],
         "merge": merges(),
         "awq": [awq(w, x, 4, 32), awq(w, x, 3, 160)],
+        "smooth": [smooth(w, x, 0.5), smooth(w, x, 0.8)],
         "nearest": [nearest(w, 4, 32), nearest(w, 3, 160)],
     }
     folder = Path(__file__).parents[2] / "crates/compress/tests/golden"

@@ -2,7 +2,7 @@
 
 use crate::functions::Function;
 use crate::{Adapter, AutogradError, Gradients, ParamId, Parameter, Parameters, Result};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 pub use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::ops::fp8::Scaling;
 use trainyard_tensor::{Device, Purpose, Shape, Tensor};
@@ -110,12 +110,33 @@ pub(crate) struct Value {
 /// Sees the input [m, k] of every product with a weight in [`Tape::linear`].
 pub type Observer<'a> = &'a mut dyn FnMut(ParamId, &Tensor) -> Result<()>;
 
+/// The weights whose products have operands of eight bits.
+#[derive(Clone, Copy)]
+enum EightBits<'a> {
+    Fp8(&'a BTreeMap<ParamId, Scaling>),
+    Int8(&'a BTreeSet<ParamId>),
+    RoundedInputs(&'a BTreeSet<ParamId>),
+}
+
+/// The operands of a linear layer's products.
+#[derive(Clone, Debug)]
+pub(crate) enum Operands {
+    /// As they are.
+    Whole,
+    /// Rounded to 8-bit floats.
+    Fp8(Scaling),
+    /// In codes of 8 bits, but for the gradient of the weight.
+    Int8,
+    /// The weight as it is, and rows of the input rounded to 8 bits; forward only.
+    RoundedInput,
+}
+
 /// Records the functions that model code applies.
 pub struct Tape<'a> {
     device: Device,
     parameters: &'a dyn Parameters,
     gradients: Option<&'a mut dyn Gradients>,
-    fp8: Option<&'a BTreeMap<ParamId, Scaling>>,
+    eight_bits: Option<EightBits<'a>>,
     observer: Option<Observer<'a>>,
     policy: Policy,
     random: RandomKey,
@@ -142,7 +163,7 @@ impl<'a> Tape<'a> {
             device: device.clone(),
             parameters,
             gradients: None,
-            fp8: None,
+            eight_bits: None,
             observer: None,
             policy,
             random,
@@ -163,7 +184,22 @@ impl<'a> Tape<'a> {
     /// function keeps its scaling, and its backward rounds with the scales that are in the same
     /// memory at that time.
     pub fn with_fp8(mut self, layers: &'a BTreeMap<ParamId, Scaling>) -> Tape<'a> {
-        self.fp8 = Some(layers);
+        self.eight_bits = Some(EightBits::Fp8(layers));
+        self
+    }
+
+    /// Makes products with these weights in [`Tape::linear`] multiply 8-bit integers, forward and
+    /// for the gradient of the input.
+    pub fn with_int8(mut self, layers: &'a BTreeSet<ParamId>) -> Tape<'a> {
+        self.eight_bits = Some(EightBits::Int8(layers));
+        self
+    }
+
+    /// Makes products with these weights in [`Tape::linear`] round each row of their input to 8 bits,
+    /// as models do whose files say so. For forwards alone: gradients are those of what was not
+    /// rounded.
+    pub fn with_rounded_inputs(mut self, layers: &'a BTreeSet<ParamId>) -> Tape<'a> {
+        self.eight_bits = Some(EightBits::RoundedInputs(layers));
         self
     }
 
@@ -189,8 +225,14 @@ impl<'a> Tape<'a> {
         self.sites
     }
 
-    pub(crate) fn fp8(&self, weight: ParamId) -> Option<&Scaling> {
-        self.fp8?.get(&weight)
+    /// The operands of products with a weight.
+    pub(crate) fn operands(&self, weight: ParamId) -> Operands {
+        match self.eight_bits {
+            Some(EightBits::Fp8(layers)) => layers.get(&weight).cloned().map_or(Operands::Whole, Operands::Fp8),
+            Some(EightBits::Int8(layers)) if layers.contains(&weight) => Operands::Int8,
+            Some(EightBits::RoundedInputs(layers)) if layers.contains(&weight) => Operands::RoundedInput,
+            _ => Operands::Whole,
+        }
     }
 
     /// The device of the results.

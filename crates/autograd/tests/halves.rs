@@ -5,7 +5,7 @@ mod common;
 
 use common::*;
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use trainyard_autograd::functions::LinearOptions;
 use trainyard_autograd::{
@@ -186,6 +186,35 @@ fn products_of_eight_bits_have_the_bits_of_the_whole_in_halves() {
         };
         assert_eq!(run(Course::Whole), run(Course::Halves), "measures: {measures}");
     }
+}
+
+/// The gradient of the weight is that of unrounded operands; the others are near it.
+#[test]
+fn products_of_integers_have_the_bits_of_the_whole_in_halves_and_gradients_near_the_unrounded() {
+    let device = cpu();
+    let example = example(&[&[16, 32]], &[&[24, 32], &[24]], |t, x| {
+        t.linear(&x[0], p(0), LinearOptions { bias: Some(p(1)), ..LinearOptions::default() })
+    });
+    let run = |course, layers: &BTreeSet<ParamId>| {
+        let point = point(&example);
+        let mut store = store(&device, &example, &point);
+        let (parameters, mut sink) = store.split();
+        let tape = Tape::new(&device, &parameters, Policy::Everything, KEY).with_int8(layers);
+        let (got, _) = differentiate(&device, &example, &point, tape, 1, course, &parameters, &mut sink).unwrap();
+        (got, parameter_gradients(&store, &example))
+    };
+    let (coded, none) = (BTreeSet::from([p(0)]), BTreeSet::new());
+    let [whole, halves, plain] =
+        [(Course::Whole, &coded), (Course::Halves, &coded), (Course::Whole, &none)].map(|(course, on)| run(course, on));
+    assert_eq!(whole, halves);
+    assert_eq!(whole.1, plain.1, "gradients of parameters");
+    let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    let [coded, plain] = [&whole, &plain].map(|(got, _)| got[0].as_ref().expect("x wants a gradient"));
+    let off: Vec<f32> = coded.iter().zip(plain).map(|(a, b)| a - b).collect();
+    let off = norm(&off) / norm(plain);
+    // Each operand is off by a step's uniform error, 1 / (127 sqrt 12) of a largest number that is
+    // a few times the others.
+    assert!(off > 0.0 && off < 0.02, "the gradient of the input is {off} off");
 }
 
 #[test]

@@ -15,6 +15,8 @@ use trainyard_engine::EngineError;
 use trainyard_engine::bench::Timed;
 use trainyard_engine::config::Inputs;
 use trainyard_sim::machine::Speeds;
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cpu::gemm::Rung;
 use trainyard_tensor::{Call, DType, Device, Purpose, bf16, ops};
 
 /// The number of ranks that share the machine, and the threads of each.
@@ -59,7 +61,7 @@ pub enum Probe {
 pub struct Model {
     /// `gpt2` or `llama`.
     pub family: &'static str,
-    /// `f32`, `bf16`, or `fp8` for bf16 with the products of blocks in eight bits.
+    /// `f32`, `bf16`, or `fp8` or `int8` for bf16 with the products of blocks in eight bits.
     pub dtype: &'static str,
     /// Width.
     pub dim: u32,
@@ -104,6 +106,10 @@ pub fn all(layout: Layout, every: usize) -> Vec<Probe> {
                 let accumulation = if long < 2 { 2 } else { 1 };
                 let model = Model { family, dtype, dim, head_dim, vocab, rows, length, accumulation };
                 probes.push(Probe::Steps { layout, model });
+                // 8-bit products where they are faster; half of the probes tell their curve.
+                if dtype == "bf16" && dim > 64 && (wide + long) % 2 == 0 && multiplies_int8() {
+                    probes.push(Probe::Steps { layout, model: Model { dtype: "int8", ..model } });
+                }
             }
         }
     }
@@ -112,11 +118,20 @@ pub fn all(layout: Layout, every: usize) -> Vec<Probe> {
     probes.into_iter().step_by(every).chain(sums).collect()
 }
 
+/// True if this processor has an instruction for products of 8-bit integers.
+fn multiplies_int8() -> bool {
+    Rung::choose(Isa::detect(), DType::U8).name_of_codes().is_some()
+}
+
 impl Model {
     /// The configuration keys of the model.
     pub(crate) fn sets(&self, threads: u32) -> Vec<String> {
         let Model { family, dtype, dim, head_dim, vocab, rows, length, accumulation } = *self;
-        let (compute, fp8) = if dtype == "fp8" { ("bf16", "hybrid") } else { (dtype, "off") };
+        let (compute, fp8, int8) = match dtype {
+            "fp8" => ("bf16", "hybrid", "off"),
+            "int8" => ("bf16", "off", "switchback"),
+            _ => (dtype, "off", "off"),
+        };
         vec![
             format!("model.family='{family}'"),
             format!("model.dim={dim}"),
@@ -129,6 +144,7 @@ impl Model {
             "training.steps=1".to_owned(),
             format!("precision.compute='{compute}'"),
             format!("precision.fp8='{fp8}'"),
+            format!("precision.int8='{int8}'"),
             format!("compute.threads={threads}"),
         ]
     }
@@ -206,7 +222,7 @@ fn sums(
     sampler: &Sampler,
     collector: &mut Collector,
 ) -> Result<(), CalibrateError> {
-    let isa = trainyard_tensor::cpu::Isa::detect();
+    let isa = Isa::detect();
     let devices: Vec<Device> =
         (0..group.own(layout)).map(|_| Device::cpu(isa, layout.threads as usize, None)).collect();
     let before = sampler.sample()?;
@@ -317,6 +333,11 @@ mod tests {
         }
         assert!(has("sum_of_squares", "f32") && has("accumulate overwriting", "f32") && has("cast bf16", "f32"));
         assert!(curves.iter().all(|curve| (curve.ranks, curve.threads) == (2, 1)));
+        let int8 = Model { dtype: "int8", ..model };
+        Probe::Steps { layout, model: int8 }.run(&group, &sampler, &mut collector).unwrap();
+        for kernel in ["int8_encode", "int8_encode transposed", "linear_int8 residual", "linear_int8_input_gradient"] {
+            assert!(collector.curves().iter().any(|curve| curve.kernel == kernel), "{kernel}");
+        }
         let overheads = collector.overheads();
         assert!(overheads.launch_s >= 0.0 && overheads.step_s > 0.0, "{overheads:?}");
     }

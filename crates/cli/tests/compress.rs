@@ -67,6 +67,16 @@ fn methods_are_ordered_as_published_and_folders_hold_what_is_reported() {
     }
     let (eight, four) = (quantise("rtn", "8", "compressed-tensors"), quantise("rtn", "4", "dense"));
     assert!((eight.0 - dense).abs() < 2e-3, "{eight:?} {dense}");
+    let rounded = |method: &str| {
+        let how = ["quantize", "runs/tiny", "--out", method, "--method", method, "--activations", "8"];
+        let line = json(&folder, &[&how[..], &TEXTS, &["64"]].concat());
+        let after = line["loss_after"].as_f64().unwrap();
+        assert!((after - loss(&folder, method)).abs() < 1e-5, "{line}");
+        assert!(after != dense && (after - dense).abs() < 5e-3, "{method}: {after}, before {dense}");
+        after
+    };
+    let [rtn, smooth] = ["rtn", "smoothquant"].map(rounded);
+    assert!(rtn != eight.0 && rtn != smooth, "inputs were not rounded, or nothing was scaled: {rtn} {smooth}");
     // The same values as packed ones, in more bytes.
     let packed = fs::metadata(folder.join("rtn4compressed-tensors/model.safetensors")).unwrap().len();
     assert_eq!(loss(&folder, "rtn4dense"), loss(&folder, "rtn4compressed-tensors"));
@@ -98,6 +108,43 @@ fn a_packed_folder_generates_and_is_trained_on() {
     // Written again, the weights are floats.
     folder.run(&["export", "q", "--out", "again", "--dtype", "f32"]).ok();
     assert_eq!(loss(&folder, "again"), loss(&folder, "q"));
+}
+
+#[test]
+fn a_folder_with_rounded_inputs_says_so_and_is_read_as_it_says() {
+    let folder = trained();
+    let command = ["quantize", "hf", "--out", "q", "--method", "smoothquant", "--smoothing", "0.6"];
+    let text = ["--calibration", "text.txt", "--length", "32", "--samples", "8"];
+    let quantised = folder.run(&[&command[..], &text].concat()).ok();
+    assert!(
+        quantised.stdout.contains("smoothquant, 8 bits, a scale per row; inputs in 8 bits"),
+        "{}",
+        quantised.stdout
+    );
+    let text = fs::read_to_string(folder.join("q/config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let settings = &config["quantization_config"];
+    assert_eq!(settings["format"], "int-quantized");
+    let inputs = &settings["config_groups"]["group_0"]["input_activations"];
+    assert_eq!((inputs["num_bits"].as_u64(), inputs["strategy"].as_str()), (Some(8), Some("token")));
+    let generate = ["generate", "q", "--prompt", "the ", "--tokens", "8", "--temperature", "0", "--ignore-eos"];
+    let generated = folder.run(&generate).ok();
+    assert!(generated.stderr.contains("generation round their inputs to 8 bits"), "{}", generated.stderr);
+    // The same weights without rounded inputs are another model.
+    let rounded = loss(&folder, "q");
+    folder.run(&["export", "q", "--out", "again", "--dtype", "f32"]).ok();
+    let whole = loss(&folder, "again");
+    assert!(rounded != whole && (rounded - whole).abs() < 5e-3, "{rounded} {whole}");
+    for (from, to, says) in [
+        ("\"dynamic\": true", "\"dynamic\": false", "whose scales are found for each row"),
+        ("int-quantized", "float-quantized", "only `pack-quantized` and `int-quantized` are read"),
+        ("int-quantized", "pack-quantized", "only `int-quantized` is read with rounded inputs"),
+    ] {
+        assert!(text.contains(from), "{text}");
+        folder.write("q/config.json", text.replace(from, to));
+        let refused = folder.run(&["eval", "q", "--data", "text.txt"]);
+        assert!(refused.code == Some(1) && refused.stderr.contains(says), "{}", refused.stderr);
+    }
 }
 
 #[test]
@@ -162,6 +209,12 @@ fn what_cannot_be_compressed_is_refused() {
         (&["prune", "hf", "--out", "o", "--checkpoint", "3"], &["--sparsity", "0.5"], 1, "no checkpoint to choose"),
         (&quantize, &["--bits", "5"], 1, "--bits 5: weights have 2, 3, 4 or 8 bits"),
         (&quantize, &["--bits", "many"], 2, "many"),
+        (&quantize, &["--method", "smoothquant"], 1, "--calibration FILES"),
+        (&quantize, &["--method", "smoothquant", "--bits", "4"], 1, "weights have 8 bits and a scale per row"),
+        (&quantize, &["--activations", "4"], 2, "--activations"),
+        (&quantize, &["--smoothing", "0.5"], 1, "--smoothing has no effect"),
+        (&quantize, &["--method", "smoothquant", "--smoothing", "2"], 1, "must be from 0 to 1"),
+        (&quantize, &["--method", "rtn", "--activations", "8", "--form", "dense"], 1, "a folder of floats cannot say"),
         (&quantize, &["--group", "24", "--method", "rtn"], 1, "--group 0 has one scale per row"),
         (&quantize, &["--method", "rtn"], 1, "groups of 128 do not divide the 32 inputs of block.0.attn.qkv.weight"),
         (&quantize, &["--group", "32"], 1, "--calibration FILES"),

@@ -25,7 +25,7 @@ const EXPONENTS: usize = 20;
 
 /// The maker of a layer's inputs, by the numbers of its parameters.
 #[derive(Clone, PartialEq, Eq, Debug)]
-enum Maker {
+pub(crate) enum Maker {
     /// A norm.
     Norm { weight: usize, bias: Option<usize>, gains: Gains },
     /// The rows of a layer's matrix from `first` to its end, and of its bias.
@@ -59,7 +59,7 @@ pub fn scale(
 }
 
 /// The parameters of a unit in its flat buffer.
-fn ranges(model: &Model, unit: usize) -> Vec<Range<usize>> {
+pub(crate) fn ranges(model: &Model, unit: usize) -> Vec<Range<usize>> {
     let layout = model.layout(unit, 1);
     (0..model.units()[unit].parameters().len()).map(|index| layout.range(index)).collect()
 }
@@ -67,7 +67,7 @@ fn ranges(model: &Model, unit: usize) -> Vec<Range<usize>> {
 /// The layers of a block whose inputs have a maker that can be scaled, those that change the rows
 /// of others first. Left out are inputs behind a function that is not linear, values that several
 /// heads share, and experts.
-fn layers(spec: &ModelSpec, layer: usize, parameters: &[ParameterSpec]) -> Vec<(usize, Maker)> {
+pub(crate) fn layers(spec: &ModelSpec, layer: usize, parameters: &[ParameterSpec]) -> Vec<(usize, Maker)> {
     let form = spec.family.form();
     let index = |name: &str| parameters.iter().position(|parameter| parameter.name == name);
     let rows = |of: &str, first| {
@@ -134,14 +134,14 @@ fn error(cpu: &Cpu, name: &str, weights: &[f32], inputs: &Inputs, scales: &[f32]
 }
 
 /// Multiplies the columns of a matrix.
-fn multiply(weights: &mut [f32], scales: &[f32]) {
+pub(crate) fn multiply(weights: &mut [f32], scales: &[f32]) {
     for row in weights.chunks_exact_mut(scales.len()) {
         row.iter_mut().zip(scales).for_each(|(weight, scale)| *weight *= scale);
     }
 }
 
 /// Divides what makes inputs.
-fn divide(flat: &mut [f32], ranges: &[Range<usize>], maker: &Maker, scales: &[f32]) {
+pub(crate) fn divide(flat: &mut [f32], ranges: &[Range<usize>], maker: &Maker, scales: &[f32]) {
     let mut each = |range: Range<usize>, change: &dyn Fn(f32, f32) -> f32| {
         flat[range].iter_mut().zip(scales).for_each(|(value, scale)| *value = change(*value, *scale));
     };

@@ -14,6 +14,7 @@
 //! | [`prune`] | weights to zero: magnitude, Wanda, SparseGPT |
 //! | [`quantise`] | weights of few bits: round to nearest, GPTQ |
 //! | [`awq`] | scales that make columns matter less to rounding |
+//! | [`smooth`] | scales that make inputs easier to round |
 //! | [`depth`] | blocks that change the residual stream least |
 //! | [`merge`] | one model of several of the same shape |
 //! | [`sizes`] | the sizes of what units give, for comparisons of models of different widths |
@@ -32,7 +33,8 @@ pub mod pass;
 pub mod prune;
 pub mod quantise;
 pub mod sizes;
-pub mod solver;
+pub mod smooth;
+mod solver;
 pub mod source;
 pub mod text;
 

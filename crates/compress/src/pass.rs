@@ -12,10 +12,11 @@ use crate::error::refuse;
 use crate::inputs::{Inputs, Needs};
 use crate::prune::{Pattern, PruneMethod, divides, prune};
 use crate::quantise::{GroupedGrid, QuantiseMethod, quantise};
+use crate::smooth;
 use crate::source::{Source, store};
 use crate::text::Sequences;
 use crate::{CompressError, Result};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Instant;
 use trainyard_autograd::{ParamId, Store};
@@ -46,11 +47,24 @@ pub struct Pass<'a> {
     options: ExportOptions,
     calibration: Option<Sequences>,
     evaluation: Option<[Sequences; 2]>,
-    /// The grid for which matrices are scaled before they are rounded; None: they are not.
-    scaled_for: Option<GroupedGrid>,
+    /// The scaling of matrices before they are rounded.
+    scaling: Scaling,
+    /// The exponent of SmoothQuant.
+    smoothing: f32,
     note: &'a mut dyn FnMut(&str),
     elements: u64,
     zeros: u64,
+}
+
+/// The scaling of columns before they are rounded.
+#[derive(Clone, Copy, Debug)]
+enum Scaling {
+    /// None.
+    Nothing,
+    /// For the least error of weights on a grid.
+    ForWeights(GroupedGrid),
+    /// For the least error of inputs.
+    ForInputs,
 }
 
 /// Changes one matrix, which is called by the first argument.
@@ -64,8 +78,9 @@ impl<'a> Pass<'a> {
         options: ExportOptions,
         note: &'a mut dyn FnMut(&str),
     ) -> Pass<'a> {
-        let (calibration, evaluation, scaled_for, elements, zeros) = (None, None, None, 0, 0);
-        Pass { source, device, options, calibration, evaluation, scaled_for, note, elements, zeros }
+        let (scaling, smoothing) = (Scaling::Nothing, smooth::EXPONENT);
+        let (calibration, evaluation, elements, zeros) = (None, None, 0, 0);
+        Pass { source, device, options, calibration, evaluation, scaling, smoothing, note, elements, zeros }
     }
 
     /// The same with sequences on which the inputs of layers are seen.
@@ -77,6 +92,12 @@ impl<'a> Pass<'a> {
     /// The same with sequences whose loss is told before and after.
     pub fn evaluated(mut self, evaluation: Option<Sequences>) -> Pass<'a> {
         self.evaluation = evaluation.map(|sequences| [sequences.again(), sequences]);
+        self
+    }
+
+    /// The same with another exponent of [`QuantiseMethod::SmoothQuant`].
+    pub fn smoothing(mut self, exponent: f32) -> Pass<'a> {
+        self.smoothing = exponent;
         self
     }
 
@@ -130,14 +151,28 @@ impl<'a> Pass<'a> {
         self.check_needs(method.needs())?;
         check_groups(model, format)?;
         let is_transposed = |spec: &ParameterSpec| spec.sources.iter().any(|source| source.transposed);
+        if dense && format.codes_inputs {
+            return refuse("a folder of floats cannot say that inputs are rounded: write --form compressed-tensors");
+        }
         if !dense && model.parameters().any(|(_, spec)| is_transposed(spec)) {
             return refuse(
                 "files of this family hold transposed matrices, which compressed-tensors does not pack: write floats that \
-                 have the same values, with --form dense",
+                 have the same values, with --form dense (without rounded inputs)",
             );
         }
         let grid = GroupedGrid { format, dtype: self.options.dtype };
-        self.scaled_for = (method == QuantiseMethod::Awq).then_some(grid);
+        self.scaling = match method {
+            QuantiseMethod::Awq => Scaling::ForWeights(grid),
+            QuantiseMethod::SmoothQuant => Scaling::ForInputs,
+            QuantiseMethod::Nearest | QuantiseMethod::Gptq => Scaling::Nothing,
+        };
+        if format.codes_inputs {
+            let packed: BTreeSet<ParamId> =
+                model.parameters().map(|(id, _)| id).filter(|id| is_packed(model, *id)).collect();
+            // What comes after sees the inputs as they are rounded.
+            self.calibration.iter_mut().for_each(|calibration| calibration.round_inputs(packed.clone()));
+            self.evaluation.iter_mut().for_each(|[_, after]| after.round_inputs(packed.clone()));
+        }
         let mut change = |cpu: &Cpu, name: &str, _: &ParameterSpec, weights: &mut [f32], inputs: &Inputs| {
             quantise(cpu, name, weights, inputs, method, grid).map(Some)
         };
@@ -230,8 +265,10 @@ impl<'a> Pass<'a> {
         let mut inputs = self.look(model, unit, as_it_came.as_ref(), &matrices, needs)?;
         drop(as_it_came);
         let cpu = cpu_of(device)?;
-        if let Some(grid) = self.scaled_for {
-            awq::scale(cpu, model, unit, flat, &inputs, grid)?;
+        match self.scaling {
+            Scaling::Nothing => {}
+            Scaling::ForWeights(grid) => awq::scale(cpu, model, unit, flat, &inputs, grid)?,
+            Scaling::ForInputs => smooth::smooth(model, unit, flat, &inputs, self.smoothing),
         }
         let mut packed = BTreeMap::new();
         for index in &matrices {

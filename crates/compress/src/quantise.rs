@@ -1,5 +1,5 @@
-//! Weights of few bits: rounded to nearest, as they are or scaled before ([`crate::awq`]), or by
-//! GPTQ (Frantar et al. 2023).
+//! Weights of few bits: rounded to nearest, as they are or scaled before ([`crate::awq`],
+//! [`crate::smooth`]), or by GPTQ (Frantar et al. 2023).
 //!
 //! A weight becomes `code x scale`: see [`trainyard_tensor::grid`].
 
@@ -21,6 +21,8 @@ pub enum QuantiseMethod {
     Gptq,
     /// The nearest to weights whose columns were scaled before, by the size of their inputs.
     Awq,
+    /// The nearest to weights whose columns were scaled before, so that inputs lose less in rounding.
+    SmoothQuant,
 }
 
 impl QuantiseMethod {
@@ -29,6 +31,7 @@ impl QuantiseMethod {
         match self {
             QuantiseMethod::Nearest => Needs::Nothing,
             QuantiseMethod::Gptq | QuantiseMethod::Awq => Needs::Products,
+            QuantiseMethod::SmoothQuant => Needs::Largest,
         }
     }
 }
@@ -79,7 +82,7 @@ pub fn quantise(
         .map(|row| Row { codes: vec![0; columns], scales: row.chunks(group).map(|group| grid.scale(group)).collect() })
         .collect();
     match method {
-        QuantiseMethod::Nearest | QuantiseMethod::Awq => {
+        QuantiseMethod::Nearest | QuantiseMethod::Awq | QuantiseMethod::SmoothQuant => {
             let each = rows.len().div_ceil(cpu.threads.count().max(1)).max(1);
             std::thread::scope(|scope| {
                 for (rows, weights) in rows.chunks_mut(each).zip(weights.chunks_mut(each * columns)) {

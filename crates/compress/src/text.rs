@@ -1,7 +1,8 @@
 //! Sequences of tokens that go through a model unit by unit.
 
 use crate::{Result, error::refuse};
-use trainyard_autograd::{Observer, Policy, Store, Tape};
+use std::collections::BTreeSet;
+use trainyard_autograd::{Observer, ParamId, Policy, Store, Tape};
 use trainyard_data::rng::Permutation;
 use trainyard_data::{IndexedTokens, eval_batches};
 use trainyard_engine::evaluate::{Evaluation, EvaluationSettings, slices};
@@ -17,6 +18,8 @@ pub struct Sequences {
     batches: Vec<Batch>,
     /// The outputs of the last unit, one for each batch; empty before the first unit.
     hidden: Vec<Tensor>,
+    /// The weights whose inputs [`Sequences::advance`] rounds to 8 bits.
+    rounded_inputs: BTreeSet<ParamId>,
 }
 
 /// Draws `samples` sequences of `length` tokens from all of `texts`, without overlaps. Fewer if the
@@ -60,7 +63,7 @@ pub fn calibration(
             tokens.clear();
         }
     }
-    Ok(Sequences { batches, hidden: Vec::new() })
+    Ok(Sequences { batches, hidden: Vec::new(), rounded_inputs: BTreeSet::new() })
 }
 
 impl Sequences {
@@ -86,12 +89,17 @@ impl Sequences {
         if batches.iter().all(|batch| batch.counted == 0) {
             return refuse("the text of --evaluate has no token to predict: give documents of at least two tokens");
         }
-        Ok(Sequences { batches, hidden: Vec::new() })
+        Ok(Sequences { batches, hidden: Vec::new(), rounded_inputs: BTreeSet::new() })
     }
 
     /// The same sequences before the first unit.
     pub fn again(&self) -> Sequences {
-        Sequences { batches: self.batches.clone(), hidden: Vec::new() }
+        Sequences { batches: self.batches.clone(), hidden: Vec::new(), rounded_inputs: BTreeSet::new() }
+    }
+
+    /// Makes [`Sequences::advance`] round the inputs of layers with these weights to 8 bits.
+    pub fn round_inputs(&mut self, weights: BTreeSet<ParamId>) {
+        self.rounded_inputs = weights;
     }
 
     /// The number of tokens.
@@ -146,8 +154,10 @@ impl Sequences {
     ) -> Result<Tensor> {
         let batch = &self.batches[number];
         let mut tape = Tape::new(batch.tokens.device(), store, Policy::Nothing, RandomKey::default());
-        if let Some(observer) = observer {
-            tape = tape.with_observer(observer);
+        match observer {
+            Some(observer) => tape = tape.with_observer(observer),
+            None if !self.rounded_inputs.is_empty() => tape = tape.with_rounded_inputs(&self.rounded_inputs),
+            None => {}
         }
         let mut cx = Forward::evaluation(batch, Output::Loss { scale: 1.0 });
         let input = self.hidden.get(number).map(|hidden| tape.constant(hidden.clone()));

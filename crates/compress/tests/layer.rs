@@ -8,8 +8,10 @@ use trainyard_compress::inputs::{Inputs, Needs};
 use trainyard_compress::merge::{MergeMethod, MergeSettings, merge_tensor};
 use trainyard_compress::prune::{Pattern, PruneMethod, prune};
 use trainyard_compress::quantise::{GroupedGrid, QuantiseMethod, quantise};
+use trainyard_compress::smooth;
 use trainyard_model::weights::PackedFormat;
 use trainyard_tensor::cpu::{Cpu, Isa};
+use trainyard_tensor::grid::Grid;
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 const ROWS: usize = 5;
@@ -122,7 +124,8 @@ fn methods_that_look_at_inputs_change_outputs_less() {
     let errors = [PruneMethod::Magnitude, PruneMethod::Wanda, PruneMethod::SparseGpt]
         .map(|method| output_error(&pruned(2, method, HALF)));
     assert!(errors[0] > errors[1] && errors[1] > errors[2], "{errors:?}");
-    let grid = GroupedGrid { format: PackedFormat { bits: 3, group: Some(32) }, dtype: DType::F32 };
+    let grid =
+        GroupedGrid { format: PackedFormat { bits: 3, group: Some(32), codes_inputs: false }, dtype: DType::F32 };
     let errors = [QuantiseMethod::Nearest, QuantiseMethod::Gptq].map(|method| output_error(&quantised(method, grid).0));
     assert!(errors[0] > 1.3 * errors[1], "{errors:?}");
 }
@@ -142,7 +145,8 @@ fn codes_and_scales_are_those_of_the_published_programs() {
     for (name, method) in [("gptq", QuantiseMethod::Gptq), ("nearest", QuantiseMethod::Nearest)] {
         for case in golden[name].as_array().unwrap() {
             let (bits, group) = (case["bits"].as_u64().unwrap() as u8, case["group"].as_u64().unwrap() as usize);
-            let format = PackedFormat { bits, group: Some(group).filter(|group| *group < COLUMNS) };
+            let format =
+                PackedFormat { bits, group: Some(group).filter(|group| *group < COLUMNS), codes_inputs: false };
             let (values, codes, scales) = quantised(method, GroupedGrid { format, dtype: DType::F32 });
             let expected = case["codes"].as_array().unwrap().iter().flat_map(|row| row.as_array().unwrap());
             let expected: Vec<i8> = expected.map(|code| code.as_i64().unwrap() as i8).collect();
@@ -167,7 +171,7 @@ fn scales_of_columns_are_those_with_the_least_error() {
     let inputs = statistics(cpu, &device, Needs::Products);
     for case in golden()["awq"].as_array().unwrap() {
         let (bits, group) = (case["bits"].as_u64().unwrap() as u8, case["group"].as_u64().unwrap() as usize);
-        let format = PackedFormat { bits, group: Some(group).filter(|group| *group < COLUMNS) };
+        let format = PackedFormat { bits, group: Some(group).filter(|group| *group < COLUMNS), codes_inputs: false };
         let found = best_scales(cpu, "layer", &weights(), &inputs, GroupedGrid { format, dtype: DType::F32 }).unwrap();
         assert!(case["exponent"].as_f64().unwrap() > 0.0, "{case}");
         let row = serde_json::json!([case["scales"]]);
@@ -176,10 +180,58 @@ fn scales_of_columns_are_those_with_the_least_error() {
     }
 }
 
+/// Equation 4 of the paper, on the largest inputs over all that were seen.
+#[test]
+fn scales_that_make_inputs_easier_to_round_are_the_published_ones() {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let inputs = statistics(device.as_cpu().unwrap(), &device, Needs::Largest);
+    for case in golden()["smooth"].as_array().unwrap() {
+        let found = smooth::scales(&weights(), inputs.largest(), case["exponent"].as_f64().unwrap() as f32);
+        let error = error(&found, &serde_json::json!([case["scales"]]));
+        assert!(error < 1e-6, "{case}: {error:e}");
+    }
+}
+
+/// A column of inputs that is a hundred times the others leaves them one code each. Scaled, they
+/// have ten.
+#[test]
+fn smoothing_keeps_what_a_column_of_large_inputs_drowns() {
+    let device = Device::cpu(Isa::detect(), 2, None);
+    let mut x = inputs(&device).to_f32_vec().unwrap();
+    x.iter_mut().skip(3).step_by(COLUMNS).for_each(|x| *x *= 100.0);
+    let largest = |j: usize| x.iter().skip(j).step_by(COLUMNS).fold(0.0f32, |most, x| most.max(x.abs()));
+    let largest: Vec<f32> = (0..COLUMNS).map(largest).collect();
+    // The relative error of outputs with inputs divided and weights multiplied by scales, both in 8
+    // bits.
+    let error = |scales: &[f32]| {
+        let grid = Grid { bits: 8, dtype: DType::F32 };
+        let coded = |row: Vec<f32>| -> Vec<f64> {
+            let scale = grid.scale(&row);
+            row.iter().map(|x| f64::from(grid.value(grid.code(*x, scale), scale))).collect()
+        };
+        let scaled =
+            |row: &[f32], by: &dyn Fn(f32, f32) -> f32| row.iter().zip(scales).map(|(x, s)| by(*x, *s)).collect();
+        let w: Vec<Vec<f64>> = weights().chunks(COLUMNS).map(|row| coded(scaled(row, &|w, s| w * s))).collect();
+        let (mut off, mut size) = (0.0, 0.0);
+        for row in x.chunks(COLUMNS) {
+            let rounded = coded(scaled(row, &|x, s| x / s));
+            for (w, whole) in w.iter().zip(weights().chunks(COLUMNS)) {
+                let exact: f64 = row.iter().zip(whole).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+                let found: f64 = rounded.iter().zip(w).map(|(x, w)| x * w).sum();
+                (off, size) = (off + (found - exact).powi(2), size + exact.powi(2));
+            }
+        }
+        (off / size).sqrt()
+    };
+    let plain = error(&[1.0; COLUMNS]);
+    let smoothed = error(&smooth::scales(&weights(), &largest, smooth::EXPONENT));
+    assert!(smoothed < 0.5 * plain, "{smoothed} with scales, {plain} without");
+}
+
 /// A reader multiplies in the dtype of the scales, and a weight has that value already.
 #[test]
 fn values_are_those_that_a_reader_of_the_files_has() {
-    let format = PackedFormat { bits: 4, group: Some(32) };
+    let format = PackedFormat { bits: 4, group: Some(32), codes_inputs: false };
     let (values, codes, scales) = quantised(QuantiseMethod::Gptq, GroupedGrid { format, dtype: DType::BF16 });
     let is_bf16 = |x: f32| x.to_bits() & 0xffff == 0;
     assert!(values.iter().chain(&scales).all(|x| is_bf16(*x)));

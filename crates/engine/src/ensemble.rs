@@ -8,10 +8,8 @@ use crate::Result;
 use crate::evaluate::{EvaluationSettings, slices};
 use crate::rank::Rank;
 use crate::state::does_not_fit;
-use trainyard_autograd::{Policy, Tape};
 use trainyard_data::{IndexedTokens, MicroBatch, eval_batches};
 use trainyard_model::{Forward, Output};
-use trainyard_tensor::cpu::philox::RandomKey;
 
 /// The way in which predictions are combined.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -155,7 +153,7 @@ fn largest(values: &[f64]) -> usize {
 
 /// The logits of every token of a batch, `[tokens, vocabulary]`.
 fn logits(model: &Rank, batch: &MicroBatch) -> Result<Vec<f32>> {
-    let mut tape = Tape::new(model.device(), &model.parameters, Policy::Nothing, RandomKey::default());
+    let mut tape = model.inference_tape();
     let batch = model.inference_model().batch(model.device(), &slices(batch))?;
     let mut cx = Forward::evaluation(&batch, Output::Logits);
     let logits = model.forward(&mut tape, &mut cx)?;

@@ -2,11 +2,9 @@
 
 use crate::Result;
 use crate::rank::Rank;
-use trainyard_autograd::{Policy, Tape};
 use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, Tokenizer, eval_batches, text_bytes};
 use trainyard_model::units::Hits;
 use trainyard_model::{BatchSlices, Forward, ImageSlices, MixedSlices, Output};
-use trainyard_tensor::cpu::philox::RandomKey;
 
 /// The summed losses of texts.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -166,8 +164,7 @@ pub fn evaluate_until(
 }
 
 fn loss_sum(rank: &Rank, batch: &MicroBatch) -> Result<f64> {
-    let key = RandomKey::default();
-    let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, key);
+    let mut tape = rank.inference_tape();
     let batch = rank.inference_model().batch(rank.device(), &slices(batch))?;
     let mut cx = Forward::evaluation(&batch, Output::Loss { scale: 1.0 });
     match rank.forward(&mut tape, &mut cx)? {

@@ -3,10 +3,8 @@
 use crate::Result;
 use crate::rank::Rank;
 use crate::state::does_not_fit;
-use trainyard_autograd::{Policy, Tape};
 use trainyard_data::rng::Stream;
 use trainyard_model::{BatchSlices, Forward, KvCache};
-use trainyard_tensor::cpu::philox::RandomKey;
 
 /// Settings for the choice of the next token.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -125,7 +123,7 @@ fn next_logits(rank: &Rank, pending: &[u32], cache: &mut KvCache) -> Result<Vec<
     let cu_seqlens = [0, tokens.len() as i32];
     let slices = BatchSlices::of_text(&tokens, None, &positions, &cu_seqlens);
     let batch = rank.inference_model().batch(rank.device(), &slices)?;
-    let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, RandomKey::default());
+    let mut tape = rank.inference_tape();
     let mut cx = Forward::generation(&batch, cache);
     let own = match rank.forward(&mut tape, &mut cx)? {
         Some(logits) => logits.tensor().to_f32_vec()?,

@@ -7,14 +7,12 @@ use crate::rank::Rank;
 use crate::state::does_not_fit;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use trainyard_autograd::{Policy, Tape};
 use trainyard_data::corpus::{CACHE_BYTES, CacheOptions, OnInvalid};
 use trainyard_data::images::Decoded;
 use trainyard_data::prepare::VALIDATION_FRACTION;
 use trainyard_data::{Augmentation, ImageEvaluation, ImageIndex, ImageSet, ImageSpec, IndexOptions, MicroBatch};
 use trainyard_model::units::Hits;
 use trainyard_model::{Forward, Output};
-use trainyard_tensor::cpu::philox::RandomKey;
 
 /// The images of a run.
 pub struct ImageCorpora {
@@ -219,7 +217,7 @@ pub fn evaluate_images_until(
 const SUMS: usize = 4;
 
 fn sums(rank: &Rank, batch: &MicroBatch) -> Result<[f64; SUMS]> {
-    let mut tape = Tape::new(rank.device(), &rank.parameters, Policy::Nothing, RandomKey::default());
+    let mut tape = rank.inference_tape();
     let batch = rank.inference_model().batch(rank.device(), &slices(batch))?;
     let mut hits = Hits::default();
     let mut cx = Forward { hits: Some(&mut hits), ..Forward::evaluation(&batch, Output::Loss { scale: 1.0 }) };

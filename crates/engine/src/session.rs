@@ -264,6 +264,9 @@ impl Session {
         if let Some(line) = fp8(&resolved, &model) {
             note(&line);
         }
+        if let Some(line) = int8(&resolved, &model) {
+            note(&line);
+        }
         if let Some(line) = graphs(&resolved, &programs[0])? {
             note(&line);
         }
@@ -555,6 +558,24 @@ fn fp8(resolved: &Resolved, model: &Model) -> Option<String> {
         "fp8: the {layers} linear layers of the blocks multiply E4M3 (gradients: E5M2), scaled by the largest values of up to {} earlier steps; a run's first step is computed in bf16 to find them{where_from}",
         settings.history
     ))
+}
+
+/// A note on the effect of `precision.int8` on this run, if it is on.
+fn int8(resolved: &Resolved, model: &Model) -> Option<String> {
+    let layers = crate::fp8::layers(model).len();
+    let without = match trainyard_tensor::cpu::gemm::Rung::choose(resolved.isa, DType::U8).name_of_codes() {
+        Some(instruction) => format!(" by {instruction}"),
+        None => {
+            "; this processor has no instruction for them and multiplies them as f32, which takes longer than without"
+                .to_owned()
+        }
+    };
+    shape::int8(resolved).then(|| {
+        format!(
+            "int8: the {layers} linear layers of the blocks multiply 8-bit integers forward and for gradients of inputs, with a \
+             scale for each row{without}; validation and generation do without"
+        )
+    })
 }
 
 /// A note on the effect of `training.cuda_graphs`, unless it is off.

@@ -2,7 +2,7 @@
 
 use crate::config::{
     Activation as ConfigActivation, AdapterMethod, BaseDtype, CheckpointMode, CompressionCodec, Compute, Config,
-    ContextExchange as ConfigExchange, CudaGraphs, DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe,
+    ContextExchange as ConfigExchange, CudaGraphs, DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe, Int8Recipe,
     ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel, PipelineSchedule as ConfigPipeline,
     ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
     Section,
@@ -56,6 +56,9 @@ pub fn model_spec(resolved: &Resolved) -> Result<ModelSpec> {
 fn check_experts(resolved: &Resolved, experts: &ExpertsSpec) -> Result<()> {
     if fp8(resolved).is_some() {
         return Err(does_not_fit("precision.fp8: products of experts have no 8-bit form; set it to \"off\""));
+    }
+    if int8(resolved) {
+        return Err(does_not_fit("precision.int8: products of experts have no 8-bit form; set it to \"off\""));
     }
     // Beside the gradients of its block, what moves the bias is too small for a codec of blocks.
     let codec = resolved.config.compression.gradients;
@@ -233,6 +236,11 @@ pub fn fp8(resolved: &Resolved) -> Option<Fp8Settings> {
         history: precision.fp8_amax_history.unwrap_or(FP8_AMAX_HISTORY) as usize,
         margin: precision.fp8_margin.unwrap_or(0) as u32,
     })
+}
+
+/// True if the blocks' products multiply 8-bit integers.
+pub fn int8(resolved: &Resolved) -> bool {
+    resolved.config.precision.int8 != Int8Recipe::Off
 }
 
 /// The shape of a micro-batch of `model`.
@@ -625,6 +633,7 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
         computes: crate::device::computes(resolved),
         compute,
         fp8: fp8(resolved),
+        int8: int8(resolved),
         reduce: reduce_dtype(resolved),
         way: crate::collectives::asked(resolved),
         optimizer: resolved.optimizer,

@@ -23,7 +23,8 @@ use std::sync::Arc;
 use trainyard_autograd::functions::NORM_MIN;
 use trainyard_autograd::{Adapter, ParamId, Parameters};
 use trainyard_data::{Tokenizer, place_of};
-use trainyard_model::{Model, ModelSpec, ParameterSpec, Tuning, UnitLayout, gguf, hf, weights::WeightReader};
+use trainyard_model::weights::{PackedFormat, WeightReader};
+use trainyard_model::{Model, ModelSpec, ParameterSpec, Tuning, UnitLayout, gguf, hf};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::{DType, Device, Tensor};
@@ -228,7 +229,7 @@ pub(crate) fn open_model(folder: &Path) -> Result<Model> {
         let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
         return Ok(Model::new(read_spec(folder)?)?.tuned(&tuning(&config))?);
     }
-    Ok(Model::new(read_description(folder, |_| ())?)?)
+    Ok(Model::new(read_description(folder, |_| ())?.spec)?)
 }
 
 /// The tokenizer of what [`open_trained`] opens.
@@ -255,7 +256,7 @@ fn open_hugging_face(
             (base, Tuning { adapter: Some(adapter), ..Tuning::default() })
         }
     };
-    let spec = read_description(&base, &mut *note)?;
+    let Described { spec, packed } = read_description(&base, &mut *note)?;
     check_tried(device, &spec)?;
     let own_tokenizer = folder.join(files::TOKENIZER).is_file();
     let of_tokenizer = if own_tokenizer { folder } else { &base };
@@ -266,6 +267,14 @@ fn open_hugging_face(
         model = model.tuned(&tuning)?;
     }
     let mut rank = Rank::for_inference(device, model, dtype.unwrap_or(DType::F32))?;
+    if packed.is_some_and(|format| format.codes_inputs) {
+        if device.as_cpu().is_none() {
+            return Err(does_not_fit(
+                "this model rounds the inputs of layers to 8 bits, which has kernels for processors only: use --device cpu",
+            ));
+        }
+        rank.round_inputs();
+    }
     for line in load_weights(&mut rank, &base, adapter)? {
         note(&line);
     }
@@ -278,14 +287,21 @@ fn open_hugging_face(
 /// # Errors
 /// `folder` is neither, its configuration is not supported, or it has no tokenizer.
 pub fn open_description(folder: &Path, note: impl FnMut(&str)) -> Result<(ModelSpec, Tokenizer)> {
-    let spec = read_description(folder, note)?;
+    let spec = read_description(folder, note)?.spec;
     if spec.image.is_some() {
         return Err(has_no_tokenizer(folder));
     }
     Ok((spec, pretrained::tokenizer(folder)?))
 }
 
-fn read_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<ModelSpec> {
+/// The description of a model in files.
+struct Described {
+    spec: ModelSpec,
+    /// The form of matrices of few bits.
+    packed: Option<PackedFormat>,
+}
+
+fn read_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<Described> {
     let unreadable = |error: std::io::Error| {
         let absent = if folder.exists() { String::new() } else { place_of(folder, &error) };
         let hub = folder.to_str().filter(|_| !folder.exists()).and_then(|name| hub_model(name, "DIR"));
@@ -299,9 +315,9 @@ fn read_description(folder: &Path, mut note: impl FnMut(&str)) -> Result<ModelSp
     if !gguf::is_gguf(folder) {
         std::fs::metadata(folder.join("config.json")).map_err(unreadable)?;
     }
-    let hf::Imported { spec, notes } = pretrained::description(folder)?;
+    let hf::Imported { spec, notes, packed } = pretrained::description(folder)?;
     notes.iter().for_each(|line| note(line));
-    Ok(spec)
+    Ok(Described { spec, packed })
 }
 
 /// Sets all parameters to those that the run of `config` began with. Its checkpoints do not have

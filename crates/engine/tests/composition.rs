@@ -399,6 +399,24 @@ fn parts_that_eight_bits_cannot_multiply_are_refused() {
     }
 }
 
+/// Stages and parts of sequences divide rows from rows, never a row.
+#[test]
+fn integers_of_eight_bits_give_the_same_losses_on_stages_and_parts_of_sequences() {
+    let int8 = "precision.int8='switchback' model.layers=4 training.micro_batch_size=2";
+    let losses = |text: &str| curve(&ends(&format!("{text} {int8}"), STEPS));
+    let one = losses("");
+    assert!(one != curve(&ends("model.layers=4 training.micro_batch_size=2", STEPS)), "nothing was rounded");
+    for schedule in ["1f1b", "zero_bubble", "dual_pipe_v"] {
+        assert!(losses(&staged(schedule, "")) == one, "{schedule}");
+    }
+    // Attention over gathered keys sums in the order of one rank, up to rounding.
+    let parts = losses("parallel.context_parallel_degree=2");
+    assert!(
+        parts.as_flattened().iter().zip(one.as_flattened()).all(|(a, b)| (a - b).abs() < 1e-3 * b),
+        "{parts:?}, not {one:?}"
+    );
+}
+
 #[test]
 fn experts_are_as_wide_as_a_part_of_the_mlp() {
     for (text, width) in [
@@ -417,6 +435,7 @@ fn what_mixtures_do_not_have_is_refused() {
     let dots1 = "model.family='dots1' parallel.ranks=2";
     for (text, word) in [
         ("model.family='mixtral' precision.fp8='hybrid'", "precision.fp8"),
+        ("model.family='mixtral' precision.int8='switchback'", "precision.int8"),
         ("model.family='dots1' parallel.ranks=2 compression.gradients='int8'", "experts.bias_update_rate"),
     ] {
         let error = shape::model_spec(&resolve(&sets(text)).unwrap()).unwrap_err().to_string();

@@ -284,6 +284,7 @@ fn impossible_constraints_are_refused() {
         (&["quantization.group=64"], "quantization.group has no effect"),
         (&[aware, "device=cuda"], "on processors only"),
         (&[aware, "precision.compute=bf16", "precision.fp8=hybrid"], "precision.fp8 would round them once more"),
+        (&[aware, "precision.int8=switchback"], "precision.int8 would round them once more"),
         (&[aware, "update.rule=diloco", "parallel.ranks=2"], "every replica has its own"),
         (&[aware, "fine_tuning.adapter=lora"], "they are frozen"),
         (&["pruning.sparsity=1.5"], "a sparsity of 1.5 is not between 0 and 1"),

@@ -189,6 +189,17 @@ fn ranks_scale_eight_bits_alike() {
     assert!(rounded != wide, "nothing was rounded");
 }
 
+/// Codes of 8 bits depend on their rows alone, so the layout of ranks changes no bit.
+#[test]
+fn ranks_code_in_eight_bits_alike() {
+    let int8 = &["training.accumulation_steps=2", "precision.int8='switchback'", "precision.compute='bf16'"];
+    all_ways_agree(LLAMA, 2, int8, 8);
+    all_ways_agree(GPT2, 2, int8, 8);
+    let rounded = train(&["parallel.ranks=2", "precision.int8='switchback'"], 3);
+    let [rounded, wide] = [rounded, train(&["parallel.ranks=2"], 3)].map(|ends| weights(&ends));
+    assert!(rounded != wide, "nothing was rounded");
+}
+
 const FAMILIES: [&[&str]; 2] = [&[], &["model.family='gpt2'", "model.kv_heads=4", "model.dropout=0.1"]];
 const PRECISIONS: [&str; 2] = ["precision.compute='bf16'", "precision.compute='f32'"];
 const CHECKPOINTING: [&str; 3] = [

@@ -1,9 +1,10 @@
 //! `y = act(x wᵀ + b) + residual`: the product that takes nearly all FLOPs of a transformer. Its
-//! operands have eight bits if the tape says so ([`Tape::with_fp8`]).
+//! operands have eight bits if the tape says so ([`Tape::with_fp8`], [`Tape::with_int8`]).
 
 use super::prelude::*;
+use crate::tape::Operands;
 use trainyard_tensor::cpu::gemm::Activation;
-use trainyard_tensor::ops::fp8::{self, Scaling};
+use trainyard_tensor::ops::fp8;
 
 /// One call; inputs are x, w, then bias and residual where present.
 #[derive(Clone, Debug)]
@@ -13,9 +14,8 @@ pub struct Linear {
     residual: bool,
     /// True if x is kept: the weight or the bias is trained.
     keeps_input: bool,
-    /// The scaling of its operands, if they are rounded. Backward rounds those of forward in the
-    /// same way.
-    fp8: Option<Scaling>,
+    /// The operands of its products. Backward rounds those of forward in the same way.
+    operands: Operands,
 }
 
 /// The optional parts of a linear layer.
@@ -51,12 +51,17 @@ impl Tape<'_> {
         let (from, added) = (x.tensor(), residual.map(Var::tensor));
         let keeps_input = weight.trained || bias.as_ref().is_some_and(|bias| bias.trained);
         let bias = bias.as_ref().map(|b| &b.value);
-        let fp8 = self.fp8(w).cloned();
-        let (y, pre) = match &fp8 {
-            None => ops::linear(from, &weight.value, bias, activation, added, keep)?,
-            Some(scaling) => fp8::linear_fp8(from, &weight.value, bias, activation, added, keep, scaling)?,
+        let (operands, weight) = (self.operands(w), &weight.value);
+        let (y, pre) = match &operands {
+            Operands::Whole => ops::linear(from, weight, bias, activation, added, keep)?,
+            Operands::Fp8(scaling) => fp8::linear_fp8(from, weight, bias, activation, added, keep, scaling)?,
+            Operands::Int8 => ops::linear_int8(from, weight, bias, activation, added, keep)?,
+            Operands::RoundedInput => {
+                let from = ops::grid::rows_to_grid(8, from)?;
+                ops::linear(&from, weight, bias, activation, added, keep)?
+            }
         };
-        let function = Linear { activation, bias: bias.is_some(), residual: residual.is_some(), keeps_input, fp8 };
+        let function = Linear { activation, bias: bias.is_some(), residual: residual.is_some(), keeps_input, operands };
         self.record_one(function, &inputs, y, |tape| {
             let input = keeps_input.then(|| tape.save(x));
             input.into_iter().chain(pre.map(Saved::Tensor)).collect()
@@ -79,7 +84,7 @@ impl Differentiable for Linear {
         }
         let mut dw = cx.gradient_target(1)?;
         let mut db = if self.bias { cx.gradient_target(2)? } else { None };
-        if let Some(scaling) = &self.fp8 {
+        if let Operands::Fp8(scaling) = &self.operands {
             let x = if dw.is_some() { Some(cx.saved(0)?) } else { None };
             let weight = if cx.wants(0)? { Some(cx.parameter(1)?.value) } else { None };
             let x = x.as_ref().zip(dw.as_mut().map(|t| (&mut t.tensor, t.overwrite)));
@@ -100,7 +105,11 @@ impl Differentiable for Linear {
         }
         if cx.wants(0)? {
             let weight = cx.parameter(1)?;
-            cx.add_gradient(0, ops::linear_input_gradient(&dy, &weight.value)?)?;
+            let input_gradient = match self.operands {
+                Operands::Int8 => ops::linear_int8_input_gradient,
+                _ => ops::linear_input_gradient,
+            };
+            cx.add_gradient(0, input_gradient(&dy, &weight.value)?)?;
         }
         Ok(())
     }

@@ -16,10 +16,10 @@ use trainyard_engine::bench::{PurposeMemory, StepReport, steps};
 use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::trained::Runtime;
 use trainyard_tensor::bench::attention::{BenchError, Case, Measured, measure as time_attention};
-use trainyard_tensor::bench::gemm::{LAYERS, geometric_mean, time_layer};
+use trainyard_tensor::bench::gemm::{LAYERS, Timing, geometric_mean, time_int8, time_layer};
 use trainyard_tensor::cpu::peak::{self, Peaks};
 use trainyard_tensor::cpu::{Cpu, Isa};
-use trainyard_tensor::{bf16, f16};
+use trainyard_tensor::{DType, bf16, f16};
 
 /// Measure the speed of this machine.
 #[derive(clap::Subcommand)]
@@ -214,12 +214,14 @@ fn kernels(args: &KernelsArgs) -> Result<()> {
     let peaks = peak::measure(&cpu);
     if !args.json {
         print(format_args!(
-            "{} on {} threads; measured peaks: f32 {:.1} GFLOP/s, bf16 {:.1} GFLOP/s ({:?}), copies {:.1} GB/s\n\n",
+            "{} on {} threads; measured peaks: f32 {:.1} GFLOP/s, bf16 {:.1} GFLOP/s ({:?}), int8 {:.1} GFLOP/s ({:?}), copies {:.1} GB/s\n\n",
             peaks.isa,
             peaks.threads,
             peaks.f32_flops / 1e9,
             peaks.bf16_flops / 1e9,
             peaks.bf16_instruction,
+            peaks.int8_flops / 1e9,
+            peaks.int8_instruction,
             peaks.copy_bytes_per_s / 1e9
         ))?;
     }
@@ -240,7 +242,11 @@ fn products(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, case
     let mut all = Vec::new();
     for &tokens in &args.tokens {
         for layer in LAYERS {
-            for timing in time_layer(cpu, peaks, dtype.dtype(), layer, tokens, args.seconds)? {
+            let mut timings = time_layer(cpu, peaks, dtype.dtype(), layer, tokens, args.seconds)?;
+            if dtype == Precision::Bf16 {
+                timings.extend(time_int8(cpu, peaks, layer, tokens, args.seconds)?);
+            }
+            for timing in timings {
                 if timing.percent_of_peak > 100.0 {
                     bail!(
                         "{timing}: more than the measured peak, which cannot be; was the machine busy with something else?"
@@ -250,10 +256,10 @@ fn products(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, case
                     print(format_args!("{timing}\n"))?;
                 }
                 cases.push(json!({
-                    "name": format!("{} {tokens} {} {}", layer.name, timing.form.name(), timing.dtype.name()),
+                    "name": format!("{} {tokens} {} {}", layer.name, timing.form.name(), timing.type_name()),
                     "kind": "product",
                     "form": timing.form.name(),
-                    "dtype": timing.dtype.name(),
+                    "dtype": timing.type_name(),
                     "tokens": tokens,
                     "inputs": layer.inputs,
                     "outputs": layer.outputs,
@@ -267,11 +273,13 @@ fn products(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, case
         }
     }
     if !args.json {
-        print(format_args!(
-            "{} products: geometric mean {:.1} % of the measured peak\n\n",
-            dtype.dtype().name(),
-            geometric_mean(&all)
-        ))?;
+        let (codes, wide): (Vec<Timing>, Vec<Timing>) = all.into_iter().partition(|timing| timing.dtype == DType::U8);
+        for timings in [wide, codes] {
+            let Some(first) = timings.first() else { continue };
+            let (name, mean) = (first.type_name(), geometric_mean(&timings));
+            print(format_args!("{name} products: geometric mean {mean:.1} % of the measured peak\n"))?;
+        }
+        print("\n")?;
     }
     Ok(())
 }

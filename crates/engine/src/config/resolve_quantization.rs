@@ -1,9 +1,9 @@
 //! Resolves `[quantization]`.
 
 use super::resolve::{Limits, Resolver};
-use super::sections::Fp8Recipe;
 use super::sections_fine_tuning::AdapterMethod;
 use super::sections_parallel::UpdateRule;
+use super::sections_precision::{Fp8Recipe, Int8Recipe};
 use super::sections_quantization::*;
 use super::{DeviceKind, OffloadTier};
 use trainyard_model::weights::{PACKED_BITS, PackedFormat};
@@ -36,12 +36,16 @@ impl Resolver {
         }
         let group = self.settle("quantization.group", &group, 128, "as `trainyard quantize` has it");
         self.on_processors_only("quantization.aware", "weights are rounded in training");
-        if self.config.precision.fp8 != Fp8Recipe::Off {
-            let message = "quantization.aware rounds weights to a grid, and precision.fp8 would round them once more: set \
-                           precision.fp8 = \"off\"";
+        let precision = &self.config.precision;
+        let rounds = [("fp8", precision.fp8 != Fp8Recipe::Off), ("int8", precision.int8 != Int8Recipe::Off)];
+        for (recipe, _) in rounds.into_iter().filter(|(_, rounds)| *rounds) {
+            let message = format!(
+                "quantization.aware rounds weights to a grid, and precision.{recipe} would round them once more: set \
+                 precision.{recipe} = \"off\""
+            );
             self.problem("quantization.aware", message);
         }
-        Some((PackedFormat { bits, group: Some(group).filter(|group| *group > 0) }, begin))
+        Some((PackedFormat { bits, group: Some(group).filter(|group| *group > 0), codes_inputs: false }, begin))
     }
 
     /// Refuses what constraints on weights during training do not go with. `what` says in words

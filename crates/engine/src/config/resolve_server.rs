@@ -4,6 +4,7 @@ use super::resolve::Resolver;
 use super::sections::*;
 use super::sections_fine_tuning::AdapterMethod;
 use super::sections_parallel::*;
+use super::sections_precision::Fp8Recipe;
 use super::{DeviceKind, Parallel};
 use serde::Serialize;
 use trainyard_program::ParameterServer;

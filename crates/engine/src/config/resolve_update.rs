@@ -3,6 +3,7 @@
 use super::resolve::Resolver;
 use super::sections::*;
 use super::sections_parallel::*;
+use super::sections_precision::Fp8Recipe;
 use super::{Batch, DeviceKind, Parallel, ServerRule};
 use crate::encoded::CodeRounding;
 use crate::outer::OuterSettings;

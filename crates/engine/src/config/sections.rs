@@ -206,20 +206,6 @@ choices! {
 }
 
 choices! {
-    /// The recipe for products with 8-bit operands.
-    Fp8Recipe {
-        /// No 8-bit operands.
-        Off = "off",
-        /// Inputs and weights of linear layers as E4M3, gradients of their outputs as E5M2
-        /// (Micikevicius et al. 2022).
-        Hybrid = "hybrid",
-    }
-}
-
-/// The default of `precision.fp8_amax_history`, in steps.
-pub const FP8_AMAX_HISTORY: u64 = 1024;
-
-choices! {
     /// The use of CUDA graphs, which launch a step's kernels as one.
     CudaGraphs {
         /// Never: every kernel is launched by itself.
@@ -600,37 +586,6 @@ section! {
         /// The rate at the end of the decay, as a share of the peak. Unset: 0.1.
         #[elsewhere("min_lr_factor", "min_lr_ratio", "lr_min", "min_lr")]
         min_ratio: Option<f64> = None;
-    }
-}
-
-section! {
-    /// The number formats of the arithmetic.
-    PrecisionSection = "precision" {
-        /// The number format of matrix products.
-        #[elsewhere("dtype", "mixed_precision", "mixed_precision_param", "torch_dtype")]
-        compute: Compute = Compute::Bf16;
-        /// f32 on GPUs: round the operands of products to TF32 (10 bits of fraction), which tensor
-        /// cores multiply about ten times as fast.
-        #[elsewhere("allow_tf32", "float32_matmul_precision")]
-        tf32: bool = false;
-        /// On top of bf16: multiply 8-bit operands in the linear layers of the blocks, scaled by
-        /// the largest values of earlier steps. GPUs need compute capability 8.9; processors
-        /// compute the same numbers in bf16, slower. See docs/gpu.md.
-        #[elsewhere("fp8_format", "enable_fp8_linear", "fp8_recipe")]
-        fp8: Fp8Recipe = Fp8Recipe::Off;
-        /// fp8: number of earlier steps whose largest values decide the scales. Unset: 1024.
-        #[elsewhere("amax_history_len", "fp8_amax_history_len")]
-        fp8_amax_history: Option<u64> = None;
-        /// fp8: powers of two that scales leave as headroom above the largest values of earlier
-        /// steps. Unset: 0.
-        #[elsewhere("margin")]
-        fp8_margin: Option<u64> = None;
-        /// f16: the first loss scale, a power of two. Unset: 65536.
-        #[elsewhere("initial_scale_power", "init_scale", "initial_loss_scale")]
-        loss_scale_initial: Option<f64> = None;
-        /// f16: steps without overflow after which the scale doubles. Unset: 1000.
-        #[elsewhere("growth_interval")]
-        loss_scale_window: Option<u64> = None;
     }
 }
 

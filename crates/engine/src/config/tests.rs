@@ -350,6 +350,13 @@ const BAD: &[(&[&str], &[&str])] = &[
         &["precision.fp8 = \"hybrid\" is for products of bf16, and precision.compute is f32"],
     ),
     (&["precision.fp8=e4m3"], &["one of \"off\", \"hybrid\""]),
+    (&["precision.int8=on"], &["one of \"off\", \"switchback\""]),
+    (&["precision.int8=switchback", "precision.fp8=hybrid"], &["both round the operands of the same products"]),
+    (&["precision.int8=switchback", "compute.device=cuda"], &["precision.int8 has kernels for processors only"]),
+    (
+        &["precision.int8=switchback", "parallel.tensor_parallel_degree=2"],
+        &["which parallel.tensor_parallel_degree divides"],
+    ),
     (&["precision.fp8_margin=1"], &["precision.fp8_margin has no effect: precision.fp8 is off"]),
     (&["precision.fp8_amax_history=16"], &["precision.fp8_amax_history has no effect: precision.fp8 is off"]),
     (&["precision.fp8=hybrid", "precision.fp8_amax_history=0"], &["precision.fp8_amax_history = 0 is too small"]),

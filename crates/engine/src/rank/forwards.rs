@@ -6,7 +6,7 @@ use crate::state::lock;
 use crate::{EngineError, Result};
 use std::sync::Arc;
 use trainyard_autograd::functions::RowExchange;
-use trainyard_autograd::{Policy, RandomKey, Tape, Var};
+use trainyard_autograd::{Tape, Var};
 use trainyard_model::{Forward, Output};
 
 impl Rank {
@@ -102,7 +102,7 @@ impl Rank {
     pub fn forward_nothing(&self) -> Result<()> {
         if self.experts.is_some() {
             let batch = self.inference_model().rows(&self.device, 1, &[0], None)?;
-            let mut tape = Tape::new(&self.device, &self.parameters, Policy::Nothing, RandomKey::default());
+            let mut tape = self.inference_tape();
             self.forward(&mut tape, &mut Forward::evaluation(&batch, Output::LastLogits))?;
             return Ok(());
         }

@@ -56,11 +56,12 @@ use crate::{EngineError, Result};
 use events::Events;
 use graphs::Graphs;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use step::RunningStep;
-use trainyard_autograd::ParamId;
+use trainyard_autograd::{ParamId, Policy, RandomKey, Tape};
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, ContextSplit, Model, TensorSplit, UnitLayout};
 use trainyard_program::{Action, Axis, BlockCodec, Codec, Encoding, Instruction, Lane, Program};
@@ -108,6 +109,10 @@ pub struct Rank {
     worker: Option<Worker>,
     /// The scales of 8-bit products; None if no products are 8-bit.
     fp8: Option<Mutex<Fp8State>>,
+    /// The weights whose products have operands in 8-bit integers; None if there are none.
+    int8: Option<Arc<BTreeSet<ParamId>>>,
+    /// The weights whose inputs evaluation and generation round to 8 bits.
+    rounded_inputs: BTreeSet<ParamId>,
 }
 
 /// The state that an update changes beside parameters and optimizer state.
@@ -131,6 +136,8 @@ pub struct RankSettings {
     pub compute: DType,
     /// The rounding of the blocks' products to 8 bits; None if they are not rounded.
     pub fp8: Option<Fp8Settings>,
+    /// True if the blocks' products multiply 8-bit integers.
+    pub int8: bool,
     /// The dtype of gradients on their way between ranks: f32 or bf16.
     pub reduce: DType,
     /// The transport of tensors between ranks. A prediction takes memory for its buffers.
@@ -173,6 +180,7 @@ impl RankSettings {
             computes: Computes::Cpu,
             compute: DType::F32,
             fp8: None,
+            int8: false,
             reduce: DType::F32,
             way: Way::Host,
             optimizer,
@@ -222,6 +230,7 @@ impl Rank {
         rank.undivided = undivided(&rank.model)?;
         rank.graphs = settings.graphs.then(Graphs::default);
         rank.fp8 = fp8.map(Mutex::new);
+        rank.int8 = settings.int8.then(|| Arc::new(crate::fp8::layers(&rank.model).into_iter().collect()));
         rank.outer = outer.map(Mutex::new);
         rank.worker = worker;
         rank.initialise()?;
@@ -271,6 +280,21 @@ impl Rank {
         Ok(Rank::assemble(device, model, parameters, gradients, state, core, Links::default(), DType::F32, 0))
     }
 
+    /// Makes evaluation and generation round the inputs of the blocks' layers to 8 bits, as the files
+    /// of some models say.
+    pub fn round_inputs(&mut self) {
+        self.rounded_inputs = crate::fp8::layers(&self.model).into_iter().collect();
+    }
+
+    /// A tape for a forward that is not trained on.
+    pub fn inference_tape(&self) -> Tape<'_> {
+        let tape = Tape::new(&self.device, &self.parameters, Policy::Nothing, RandomKey::default());
+        match self.rounded_inputs.is_empty() {
+            true => tape,
+            false => tape.with_rounded_inputs(&self.rounded_inputs),
+        }
+    }
+
     fn assemble(
         device: &Device,
         model: Model,
@@ -310,6 +334,8 @@ impl Rank {
             outer: None,
             worker: None,
             fp8: None,
+            int8: None,
+            rounded_inputs: BTreeSet::new(),
         }
     }
 

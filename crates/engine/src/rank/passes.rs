@@ -279,6 +279,9 @@ impl<'a> Pass<'a> {
         if let Some(layers) = &fp8 {
             tape = tape.with_fp8(layers);
         }
+        if let Some(layers) = &rank.int8 {
+            tape = tape.with_int8(layers);
+        }
         if segment > 0 {
             tape = tape.with_sites(self.passes.sites.get(&at.run()).copied().unwrap_or(0));
         }

@@ -343,6 +343,7 @@ pub const ROWS: &[Row] = &[
     row("precision.compute", &[], &["precision.compute=bf16"], Losses),
     row("precision.tf32", &[], &["precision.tf32=true"], Refused("has no TF32")),
     row("precision.fp8", &["precision.compute=bf16"], &["precision.fp8=hybrid"], Losses),
+    row("precision.int8", &[], &["precision.int8=switchback"], Losses),
     row("precision.fp8_amax_history", FP8, &["precision.fp8_amax_history=2"], Note("of up to 2 earlier steps")),
     row("precision.fp8_margin", FP8, &["precision.fp8_margin=4"], Losses),
     row("precision.loss_scale_initial", F16, &["precision.loss_scale_initial=2"], Scales),

@@ -16,6 +16,8 @@ pub struct Imported {
     pub spec: ModelSpec,
     /// Notes for the user: keys that were not used.
     pub notes: Vec<String>,
+    /// The form of the matrices of its blocks, if they have few bits.
+    pub packed: Option<PackedFormat>,
 }
 
 /// Translates the text of a `config.json`.
@@ -35,11 +37,16 @@ pub fn from_config_json(text: &str) -> Result<Imported, ConfigError> {
     let mut notes = keys.finish();
     notes.extend(packed.map(|format| {
         format!(
-            "the matrices of its blocks have {} bits (compressed-tensors) and are decoded when they are read",
-            format.bits
+            "the matrices of its blocks have {} bits (compressed-tensors) and are decoded when they are read{}",
+            format.bits,
+            if format.codes_inputs {
+                "; evaluation and generation round their inputs to 8 bits, training does not"
+            } else {
+                ""
+            }
         )
     }));
     spec.validate().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
     spec.model_type = super::export::usual(&spec).is_none_or(|usual| usual != model_type).then_some(model_type);
-    Ok(Imported { spec, notes })
+    Ok(Imported { spec, notes, packed })
 }

@@ -4,6 +4,10 @@
 //! 32)]; `X.weight_scale`, [n, groups], f32, bf16 or f16; `X.weight_shape`, I64 [2] = (n, k). A row
 //! of codes is a string of bits, least significant first, in which each code stands with `2^(b-1)`
 //! added. A value is its code times the scale of its group, rounded to the dtype of the scales.
+//!
+//! In the format `int-quantized` a code of 8 bits is a byte of `X.weight`, I8 [n, k], beside
+//! `X.weight_scale`, [n, 1]. It says that inputs of layers are rounded to 8 bits as well, each row
+//! with a scale of its own.
 
 use super::{Places, StoredTensor, TensorFile, WeightsError};
 use crate::hf::ConfigError;
@@ -24,6 +28,9 @@ pub struct PackedFormat {
     pub bits: u8,
     /// Neighbouring elements of a row that share a scale; None: all of a row.
     pub group: Option<usize>,
+    /// True if the rows of inputs are rounded to 8 bits, too. Weights have 8 bits then, and a scale
+    /// per row.
+    pub codes_inputs: bool,
 }
 
 /// The codes of one matrix.
@@ -56,11 +63,17 @@ impl PackedFormat {
 
     /// Bytes of a packed row of `columns` elements.
     pub fn row_bytes(&self, columns: usize) -> usize {
+        if self.codes_inputs {
+            return columns;
+        }
         4 * (columns * usize::from(self.bits)).div_ceil(32)
     }
 
     /// Appends a row of codes.
     fn pack(&self, codes: &[i8], out: &mut Vec<u8>) {
+        if self.codes_inputs {
+            return out.extend(codes.iter().map(|code| code.cast_unsigned()));
+        }
         let offset = 1i32 << (self.bits - 1);
         let (mut word, mut filled, end) = (0u64, 0u32, out.len() + self.row_bytes(codes.len()));
         for code in codes {
@@ -79,6 +92,9 @@ impl PackedFormat {
 
     /// The codes of a row.
     pub(super) fn unpack(&self, bytes: &[u8], codes: &mut [i8]) {
+        if self.codes_inputs {
+            return codes.iter_mut().zip(bytes).for_each(|(code, byte)| *code = byte.cast_signed());
+        }
         let (offset, mask) = (1i32 << (self.bits - 1), (1u64 << self.bits) - 1);
         let mut words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         let (mut word, mut filled) = (0u64, 0u32);
@@ -102,9 +118,10 @@ impl PackedFormat {
 
     /// The value of `quantization_config` in a `config.json`.
     pub fn config(&self) -> Value {
+        let inputs = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true});
         json!({
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": if self.codes_inputs { BYTES } else { WORDS },
             "quantization_status": "compressed",
             "config_groups": {
                 "group_0": {
@@ -117,7 +134,7 @@ impl PackedFormat {
                         "group_size": self.group,
                         "dynamic": false,
                     },
-                    "input_activations": null,
+                    "input_activations": if self.codes_inputs { inputs } else { Value::Null },
                     "output_activations": null,
                 }
             },
@@ -138,15 +155,22 @@ impl PackedFormat {
         if value["quant_method"] != "compressed-tensors" {
             return refuse("", value, "only weights packed by compressed-tensors are read: use the unquantised model");
         }
-        if value["format"] != "pack-quantized" {
-            return refuse(".format", &value["format"], "only `pack-quantized` is read");
+        let codes_inputs = value["format"] == BYTES;
+        if value["format"] != WORDS && !codes_inputs {
+            return refuse(".format", &value["format"], "only `pack-quantized` and `int-quantized` are read");
         }
         let groups: Vec<&Value> = value["config_groups"].as_object().into_iter().flat_map(|map| map.values()).collect();
         let [group] = groups[..] else {
             return refuse(".config_groups", &value["config_groups"], "one group of layers is read");
         };
-        if !group["input_activations"].is_null() {
-            return refuse(".input_activations", &group["input_activations"], "only weights of few bits are read");
+        let inputs = &group["input_activations"];
+        if !codes_inputs && !inputs.is_null() {
+            return refuse(".input_activations", inputs, "only `int-quantized` is read with rounded inputs");
+        }
+        let by_row = inputs["num_bits"] == 8 && inputs["type"] == "int" && inputs["symmetric"] == true;
+        if codes_inputs && !(by_row && inputs["dynamic"] == true && inputs["strategy"] == "token") {
+            let why = "symmetric integers of 8 bits are read, whose scales are found for each row (dynamic, token)";
+            return refuse(".input_activations", inputs, why);
         }
         let weights = &group["weights"];
         let whole = weights["type"] == "int" && weights["symmetric"] == true && !weights["actorder"].is_string();
@@ -159,11 +183,14 @@ impl PackedFormat {
             _ => None,
         };
         match (whole, bits, format) {
-            (true, Some(bits), Some(group)) => Ok(PackedFormat { bits, group }),
+            (true, Some(bits), Some(group)) if !codes_inputs || (bits, group) == (8, None) => {
+                Ok(PackedFormat { bits, group, codes_inputs })
+            }
             _ => refuse(
                 ".weights",
                 weights,
-                "symmetric integers of 2, 3, 4 or 8 bits are read, with a scale per group or per row",
+                "symmetric integers of 2, 3, 4 or 8 bits are read, with a scale per group or per row; where inputs are rounded, 8 \
+                 bits with a scale per row",
             ),
         }
     }
@@ -176,11 +203,18 @@ pub fn is_packed(model: &Model, id: ParamId) -> bool {
 }
 
 const PACKED: &str = ".weight_packed";
+const SCALES: &str = ".weight_scale";
+/// The formats of the files.
+const WORDS: &str = "pack-quantized";
+const BYTES: &str = "int-quantized";
 
 /// Puts each packed matrix of a folder together to the one tensor that a model looks for.
 pub(super) fn join(folder: &Path, files: &[TensorFile], places: &mut Places) -> Result<(), WeightsError> {
-    let layers: Vec<String> = places.keys().filter_map(|name| name.strip_suffix(PACKED)).map(str::to_owned).collect();
-    if layers.is_empty() {
+    let of = |suffix: &str| -> Vec<String> {
+        places.keys().filter_map(|name| name.strip_suffix(suffix)).map(str::to_owned).collect()
+    };
+    let (layers, of_bytes) = (of(PACKED), of(SCALES));
+    if layers.is_empty() && of_bytes.is_empty() {
         return Ok(());
     }
     let path = folder.join("config.json");
@@ -188,6 +222,9 @@ pub(super) fn join(folder: &Path, files: &[TensorFile], places: &mut Places) -> 
     let text = std::fs::read(&path).map_err(WeightsError::io("reading", &path))?;
     let config: Value = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
     let format = PackedFormat::of_config(&config["quantization_config"]).map_err(|error| bad(error.to_string()))?;
+    if format.codes_inputs {
+        return join_bytes(&of_bytes, places, format, bad);
+    }
     for layer in layers {
         let mut take = |suffix: &str| {
             let missing = || bad(format!("`{layer}{PACKED}` is there without `{layer}{suffix}`"));
@@ -226,6 +263,30 @@ pub(super) fn join(folder: &Path, files: &[TensorFile], places: &mut Places) -> 
     Ok(())
 }
 
+/// Puts the matrices of bytes together with their scales.
+fn join_bytes(
+    layers: &[String],
+    places: &mut Places,
+    format: PackedFormat,
+    bad: impl Fn(String) -> WeightsError,
+) -> Result<(), WeightsError> {
+    for layer in layers {
+        let scales = places.remove(&format!("{layer}{SCALES}")).expect("layers are named by it");
+        let name = format!("{layer}.weight");
+        let Some((_, codes)) = places.get_mut(&name) else {
+            return Err(bad(format!("`{layer}{SCALES}` is there without `{name}`")));
+        };
+        let fits = codes.dtype == "I8" && codes.shape.len() == 2 && scales.1.encoding().is_some();
+        if !fits || scales.1.shape != [codes.shape[0], 1] {
+            let (codes, scales) = ((&codes.dtype, &codes.shape), (&scales.1.dtype, &scales.1.shape));
+            return Err(bad(format!("`{name}` is {codes:?} with scales {scales:?}, which no {format:?} has")));
+        }
+        codes.dtype = scales.1.dtype.clone();
+        codes.packed = Some(Arc::new(PackedParts { format, scales }));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -233,7 +294,7 @@ mod tests {
     #[test]
     fn rows_of_codes_are_strings_of_bits() {
         for bits in PACKED_BITS {
-            let format = PackedFormat { bits, group: None };
+            let format = PackedFormat { bits, group: None, codes_inputs: false };
             for columns in [1, 5, 8, 31, 32, 33, 70] {
                 let (low, values) = (-(1i32 << (bits - 1)), 1i32 << bits);
                 let codes: Vec<i8> = (0..columns).map(|i| (low + (7 * i as i32) % values) as i8).collect();
@@ -247,7 +308,7 @@ mod tests {
         }
         // The first code stands lowest, with 8 added.
         let mut bytes = Vec::new();
-        PackedFormat { bits: 4, group: None }.pack(&[-8, -7, 7, 0], &mut bytes);
+        PackedFormat { bits: 4, group: None, codes_inputs: false }.pack(&[-8, -7, 7, 0], &mut bytes);
         assert_eq!(bytes, [0x10, 0x8f, 0, 0]);
     }
 
@@ -263,7 +324,7 @@ mod tests {
             let code = |at: i32| (at * 7 % (1 << bits) - (1 << (bits - 1))) as i8;
             let codes: Vec<i8> = (40..80).map(code).collect();
             let mut bytes = Vec::new();
-            PackedFormat { bits, group: None }.pack(&codes, &mut bytes);
+            PackedFormat { bits, group: None, codes_inputs: false }.pack(&codes, &mut bytes);
             let found: Vec<u32> = bytes.chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
             assert_eq!(found, words, "{bits} bits");
         }
@@ -272,11 +333,11 @@ mod tests {
     #[test]
     fn a_config_is_read_as_it_is_written_and_others_are_refused() {
         for group in [None, Some(32)] {
-            let format = PackedFormat { bits: 4, group };
+            let format = PackedFormat { bits: 4, group, codes_inputs: false };
             assert_eq!(PackedFormat::of_config(&format.config()).unwrap(), format);
         }
         let refused = |change: &dyn Fn(&mut Value)| {
-            let mut config = PackedFormat { bits: 4, group: Some(128) }.config();
+            let mut config = PackedFormat { bits: 4, group: Some(128), codes_inputs: false }.config();
             change(&mut config);
             PackedFormat::of_config(&config).unwrap_err().to_string()
         };

@@ -239,10 +239,14 @@ impl Plan {
                     }
                     Some(format) => {
                         let (rows, columns) = (shape[0], shape[1]);
-                        let words = vec![rows, format.row_bytes(columns) / 4];
-                        tensors.insert(format!("{name}_packed"), Planned::new("I32", 4, words));
                         tensors.insert(format!("{name}_scale"), floats(vec![rows, format.groups(columns)]));
-                        tensors.insert(format!("{name}_shape"), Planned::new("I64", 8, vec![2]));
+                        if format.codes_inputs {
+                            tensors.insert(name, Planned::new("I8", 1, vec![rows, columns]));
+                        } else {
+                            let words = vec![rows, format.row_bytes(columns) / 4];
+                            tensors.insert(format!("{name}_packed"), Planned::new("I32", 4, words));
+                            tensors.insert(format!("{name}_shape"), Planned::new("I64", 8, vec![2]));
+                        }
                     }
                 }
             }
@@ -335,7 +339,7 @@ impl Plan {
         self.put_floats(files, folder, &source.hf_name, values)
     }
 
-    /// Writes the three tensors of a matrix of few bits.
+    /// Writes the two or three tensors of a matrix of few bits.
     fn write_packed(
         &self,
         files: &mut [File],
@@ -356,8 +360,12 @@ impl Plan {
         let rows = &source.rows;
         let codes = &packed.codes[rows.start * columns..rows.end * columns];
         let scales = &packed.scales[rows.start * groups..rows.end * groups];
-        self.put(files, folder, &format!("{name}_packed"), &[&format.pack_rows(codes, columns)])?;
         self.put_floats(files, folder, &format!("{name}_scale"), scales)?;
+        let codes = format.pack_rows(codes, columns);
+        if format.codes_inputs {
+            return self.put(files, folder, name, &[&codes]);
+        }
+        self.put(files, folder, &format!("{name}_packed"), &[&codes])?;
         let shape = [rows.len(), columns].map(|side| (side as i64).to_le_bytes());
         self.put(files, folder, &format!("{name}_shape"), &[&shape[0], &shape[1]])
     }

@@ -126,7 +126,7 @@ fn speeds_of(point: &Point) -> [f64; 2] {
 fn parts(kernel: &str, dims: &[f64], flops: f64, bytes: f64, [product, copy]: &[f64; 2]) -> Parts {
     let elements = match kernel.split(' ').next() {
         // Elements of the result, which has a bias, activation and residual.
-        Some("linear" | "linear_fp8") => dims.iter().take(2).product(),
+        Some("linear" | "linear_fp8" | "linear_int8") => dims.iter().take(2).product(),
         // Scores: tokens x keys that each sees x heads.
         Some("attention" | "attention_backward") => dims.iter().take(3).product(),
         _ => 0.0,

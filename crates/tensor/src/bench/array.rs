@@ -1,8 +1,8 @@
 //! Operands of benchmarks, in memory as a training step gets it: aligned to cache lines, on huge
 //! pages where they are large.
 
-use crate::dtype::Element;
 use crate::pool::{Buffer, MemoryPool, Purpose};
+use bytemuck::Pod;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
@@ -14,7 +14,7 @@ pub(crate) struct Array<T> {
     _elements: PhantomData<T>,
 }
 
-impl<T: Element> Array<T> {
+impl<T: Pod + Default> Array<T> {
     /// `len` zeros.
     pub fn zeros(len: usize) -> Array<T> {
         let pool = MemoryPool::new(true, None);
@@ -36,7 +36,7 @@ impl<T: Element> Array<T> {
     }
 }
 
-impl<T: Element> Deref for Array<T> {
+impl<T: Pod + Default> Deref for Array<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -46,7 +46,7 @@ impl<T: Element> Deref for Array<T> {
     }
 }
 
-impl<T: Element> DerefMut for Array<T> {
+impl<T: Pod + Default> DerefMut for Array<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }

@@ -6,8 +6,10 @@
 use super::array::Array;
 use crate::cpu::Cpu;
 use crate::cpu::gemm::{
-    Accumulate, Epilogue, GradientEpilogue, MatMut, MatRef, Transpose, forward, input_gradient, weight_gradient,
+    Accumulate, Epilogue, GradientEpilogue, MatMut, MatRef, Transpose, forward, forward_int8, input_gradient,
+    input_gradient_int8, weight_gradient,
 };
+use crate::cpu::int8::{Codes, CodesMut, encode, encode_transposed};
 use crate::cpu::peak::Peaks;
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::reference::matmul as reference;
@@ -74,7 +76,7 @@ pub struct Timing {
     pub tokens: usize,
     /// The form of the product.
     pub form: Form,
-    /// Storage type of the operands.
+    /// Type of the operands; `U8` are codes of eight bits.
     pub dtype: DType,
     /// Median seconds of a product.
     pub seconds: f64,
@@ -110,11 +112,123 @@ impl fmt::Display for Timing {
             self.layer.inputs,
             self.layer.outputs,
             self.form.name(),
-            self.dtype.name(),
+            self.type_name(),
             self.seconds * 1e3,
             self.gflops,
             self.percent_of_peak
         )
+    }
+}
+
+impl Timing {
+    /// The name of the operands' type: a dtype, or `int8`.
+    pub fn type_name(&self) -> &'static str {
+        if self.dtype == DType::U8 { "int8" } else { self.dtype.name() }
+    }
+}
+
+/// Times the products of codes of a layer in bf16, forward and input gradient, from uncoded
+/// operands; otherwise as [`time_layer`].
+pub fn time_int8(
+    cpu: &Cpu,
+    peaks: &Peaks,
+    layer: Layer,
+    tokens: usize,
+    seconds: f64,
+) -> Result<Vec<Timing>, WrongResult> {
+    let (m, k, n) = (tokens, layer.inputs, layer.outputs);
+    let random = &mut random::<bf16>(1);
+    let (x, w, dy) = (random(m * k), random(n * k), random(m * n));
+    let (mut y, mut dx) = (Array::<bf16>::zeros(m * n), Array::<bf16>::zeros(m * k));
+    let (mut left, mut right) = (Coded::new(m, k.max(n)), Coded::new(n.max(k), n.max(k)));
+    let mut timings = Vec::new();
+    for form in [Form::Forward, Form::InputGradient] {
+        let mut once = || match form {
+            Form::Forward => {
+                encode(cpu, &x, m, k, left.rows(m, k));
+                encode(cpu, &w, n, k, right.rows(n, k));
+                let (left, right) = (left.codes(m, k), right.codes(n, k));
+                forward_int8(cpu, left, right, Epilogue::default(), MatMut::new(&mut y, m, n));
+            }
+            _ => {
+                encode(cpu, &dy, m, n, left.rows(m, n));
+                encode_transposed(cpu, &w, n, k, right.rows(k, n));
+                let (left, right) = (left.codes(m, n), right.codes(k, n));
+                input_gradient_int8(cpu, left, right, GradientEpilogue::default(), MatMut::new(&mut dx, m, k));
+            }
+        };
+        let [seconds, peak] = time_in_turn(&mut once, || peaks.sample(cpu, DType::U8), seconds);
+        let (result, depth): (&[bf16], usize) = if form == Form::Forward { (&y, k) } else { (&dx, n) };
+        let cols = result.len() / m;
+        for at in sampled(result.len()) {
+            let (row, col) = (at / cols, at % cols);
+            let (left, right) = (left.codes(m, depth), right.codes(cols, depth));
+            let pairs = left.codes[row * depth..].iter().zip(&right.codes[col * depth..]).take(depth);
+            let sum: i64 = pairs.map(|(a, b)| i64::from(*a) * i64::from(*b)).sum();
+            let scale = f64::from(left.scales[row]) * f64::from(right.scales[col]);
+            let (found, wanted) = (f64::from(result[at].to_f32()), sum as f64 * scale);
+            // Where codes are widened to f32, their sums are exact up to 2^24 only.
+            let bound = depth as f64 * (127.0 * 127.0) * scale * depth as f64 * 2f64.powi(-24) + wanted.abs() / 250.0;
+            if found.is_nan() || (found - wanted).abs() > bound {
+                let (layer, form, dtype) = (layer.name, form.name(), DType::U8);
+                return Err(WrongResult { layer, form, dtype, row, col, found, wanted });
+            }
+        }
+        timings.push(Timing::new(layer, tokens, form, DType::U8, seconds, peak));
+    }
+    Ok(timings)
+}
+
+/// Room for a matrix in codes.
+struct Coded {
+    codes: Array<i8>,
+    scales: Vec<f32>,
+    sums: Vec<i32>,
+}
+
+impl Coded {
+    fn new(rows: usize, cols: usize) -> Coded {
+        Coded { codes: Array::zeros(rows * cols), scales: vec![0.0; rows], sums: vec![0; rows] }
+    }
+
+    fn rows(&mut self, rows: usize, cols: usize) -> CodesMut<'_> {
+        let (scales, sums) = (&mut self.scales[..rows], &mut self.sums[..rows]);
+        CodesMut { codes: &mut self.codes[..rows * cols], scales, sums }
+    }
+
+    fn codes(&self, rows: usize, cols: usize) -> Codes<'_> {
+        Codes { codes: &self.codes[..rows * cols], scales: &self.scales[..rows], sums: &self.sums[..rows] }
+    }
+}
+
+/// Arrays of random numbers in `[-1, 1)`.
+fn random<T: Element>(mut state: u64) -> impl FnMut(usize) -> Array<T> {
+    move |len| {
+        Array::from_fn(len, || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            T::from_f32((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+        })
+    }
+}
+
+/// The median seconds of `once` and the median of `peak`, sampled in turn, at least three times and
+/// for about `seconds`. One call more goes before.
+fn time_in_turn(mut once: impl FnMut(), peak: impl Fn() -> f64, seconds: f64) -> [f64; 2] {
+    once();
+    let (start, mut times, mut samples) = (Instant::now(), Vec::new(), Vec::new());
+    while times.len() < 3 || start.elapsed().as_secs_f64() < seconds {
+        let start = Instant::now();
+        once();
+        times.push(start.elapsed().as_secs_f64());
+        samples.push(peak());
+    }
+    [times, samples].map(|values| median(values).expect("there are rounds"))
+}
+
+impl Timing {
+    fn new(layer: Layer, tokens: usize, form: Form, dtype: DType, seconds: f64, peak: f64) -> Timing {
+        let flops = 2.0 * tokens as f64 * layer.inputs as f64 * layer.outputs as f64 / seconds;
+        Timing { layer, tokens, form, dtype, seconds, gflops: flops / 1e9, percent_of_peak: 100.0 * flops / peak }
     }
 }
 
@@ -143,13 +257,7 @@ fn time<T: Element>(
     seconds: f64,
 ) -> Result<Vec<Timing>, WrongResult> {
     let (m, k, n) = (tokens, layer.inputs, layer.outputs);
-    let mut state = 1u64;
-    let mut random = |len: usize| {
-        Array::from_fn(len, || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            T::from_f32((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
-        })
-    };
+    let random = &mut random::<T>(1);
     let (x, w, dy) = (random(m * k), random(n * k), random(m * n));
     let (x, w, dy) = (MatRef::new(&x, m, k), MatRef::new(&w, n, k), MatRef::new(&dy, m, n));
     let (mut y, mut dx, mut dw) = (Array::<T>::zeros(m * n), Array::<T>::zeros(m * k), Array::<f32>::zeros(n * k));
@@ -163,33 +271,22 @@ fn time<T: Element>(
             }
             Form::WeightGradient => weight_gradient(cpu, dy, x, &mut dw, Accumulate::Overwrite, None),
         };
-        once();
-        let (start, mut times, mut samples) = (Instant::now(), Vec::new(), Vec::new());
-        while times.len() < 3 || start.elapsed().as_secs_f64() < seconds {
-            let start = Instant::now();
-            once();
-            times.push(start.elapsed().as_secs_f64());
-            samples.push(peaks.sample(cpu, T::DTYPE));
-        }
+        let [seconds, peak] = time_in_turn(&mut once, || peaks.sample(cpu, T::DTYPE), seconds);
         match form {
             Form::Forward => check(layer, form, x, Transpose::No, w, Transpose::Yes, &y)?,
             Form::InputGradient => check(layer, form, dy, Transpose::No, w, Transpose::No, &dx)?,
             Form::WeightGradient => check(layer, form, dy, Transpose::Yes, x, Transpose::No, &dw)?,
         }
-        let seconds = median(times).expect("there are rounds");
-        let flops = 2.0 * m as f64 * n as f64 * k as f64 / seconds;
-        let peak = median(samples).expect("there are rounds");
-        timings.push(Timing {
-            layer,
-            tokens,
-            form,
-            dtype: T::DTYPE,
-            seconds,
-            gflops: flops / 1e9,
-            percent_of_peak: 100.0 * flops / peak,
-        });
+        timings.push(Timing::new(layer, tokens, form, T::DTYPE, seconds, peak));
     }
     Ok(timings)
+}
+
+/// 64 places in a result of `len` elements, the last among them.
+fn sampled(len: usize) -> impl Iterator<Item = usize> {
+    // The multiplier is odd, so places spread over all rows and columns.
+    let spread = move |sample: usize| sample.wrapping_mul(0x9e37_79b9_7f4a_7c15) % len;
+    (0..63).map(spread).chain([len - 1])
 }
 
 /// Compares 64 elements spread over the result.
@@ -209,10 +306,7 @@ fn check<T: Element, O: Element>(
         DType::F16 => 2f64.powi(-11),
         _ => 2f64.powi(-24),
     };
-    // Odd multiplier: spreads over all rows and columns. The last element is among them.
-    for sample in 0..64usize {
-        let at =
-            if sample == 63 { result.len() - 1 } else { sample.wrapping_mul(0x9e37_79b9_7f4a_7c15) % result.len() };
+    for at in sampled(result.len()) {
         let (row, col) = (at / n, at % n);
         let (wanted, magnitude) = reference::product(a, transpose_a, b, transpose_b, row, col);
         let found = result[at].to_f32() as f64;
@@ -243,6 +337,15 @@ mod tests {
             let timings = time_layer(&cpu, &UNBEATEN, dtype, layer, 24, 0.0).unwrap();
             assert_eq!(timings.len(), 3);
             assert!(timings.iter().all(|timing| timing.seconds > 0.0));
+        }
+    }
+
+    #[test]
+    fn a_small_layer_in_codes_passes_its_check() {
+        let layer = Layer { name: "small", inputs: 40, outputs: 56 };
+        for isa in crate::cpu::Isa::available() {
+            let timings = time_int8(&Cpu::new(isa, 2), &UNBEATEN, layer, 24, 0.0).unwrap();
+            assert_eq!(timings.iter().map(Timing::type_name).collect::<Vec<_>>(), ["int8"; 2]);
         }
     }
 

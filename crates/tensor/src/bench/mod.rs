@@ -15,5 +15,7 @@ const UNBEATEN: crate::cpu::peak::Peaks = crate::cpu::peak::Peaks {
     f32_flops: 1e12,
     bf16_flops: 1e12,
     bf16_instruction: crate::cpu::peak::Instruction::MultiplyAdd,
+    int8_flops: 1e12,
+    int8_instruction: crate::cpu::peak::Instruction::MultiplyAdd,
     copy_bytes_per_s: 1e9,
 };

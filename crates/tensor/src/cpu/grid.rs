@@ -1,9 +1,9 @@
-//! Weights rounded to the grid of few bits, for training that knows of it: the values of
-//! [`Grid`], many at a time.
+//! Numbers rounded to the grid of few bits, the values of [`Grid`], many at a time: weights for
+//! training that knows of it, and inputs of layers whose files say that they are rounded.
 //!
 //! A group of neighbours is read twice: for its largest magnitude, which gives the scale, and for
-//! the codes. The second read finds it in the cache. Traffic: 4 bytes read and one element written
-//! a weight; about 8 operations, a division among them. A weight that is NaN stays NaN.
+//! the codes. The second read finds it in the cache. Traffic: an element read and one written
+//! a number; about 8 operations, a division among them. A weight that is NaN stays NaN.
 
 use crate::cpu::Cpu;
 use crate::cpu::rows::{for_rows, load_at, store_at};
@@ -17,12 +17,12 @@ use crate::simd_fn;
 ///
 /// # Panics
 /// When the lengths disagree or do not divide into groups.
-pub fn round_to_grid<T: Element>(cpu: &Cpu, bits: u8, group: usize, weights: &[f32], values: &mut [T]) {
+pub fn round_to_grid<I: Element, T: Element>(cpu: &Cpu, bits: u8, group: usize, weights: &[I], values: &mut [T]) {
     assert_eq!(weights.len(), values.len(), "lengths of weights and values");
     assert!(weights.len().is_multiple_of(group), "{} weights in groups of {group}", weights.len());
     let grid = Grid { bits, dtype: T::DTYPE };
     let values = Shares::new(values);
-    for_rows(cpu, weights.len() / group, group * (4 + size_of::<T>()), |groups| {
+    for_rows(cpu, weights.len() / group, group * (size_of::<I>() + size_of::<T>()), |groups| {
         let range = groups.start * group..groups.end * group;
         // SAFETY: the ranges of a region do not overlap.
         let values = unsafe { values.part(range.clone()) };
@@ -31,7 +31,7 @@ pub fn round_to_grid<T: Element>(cpu: &Cpu, bits: u8, group: usize, weights: &[f
 }
 
 simd_fn! {
-    fn round_groups[T: Element](s: S, grid: Grid, group: usize, weights: &[f32], values: &mut [T]) {
+    fn round_groups[I: Element, T: Element](s: S, grid: Grid, group: usize, weights: &[I], values: &mut [T]) {
         let (least, most, zero) = (s.splat(-grid.end()), s.splat(grid.end() - 1.0), s.splat(0.0));
         for (weights, values) in weights.chunks_exact(group).zip(values.chunks_exact_mut(group)) {
             let mut magnitude = zero;

@@ -154,6 +154,28 @@ fn amx_bf16() -> bool {
     false
 }
 
+/// True if this CPU has `vpdpbusd` on vectors of AVX-512 (Cascade Lake and later, Zen 4 and later).
+/// Some CPUs without `vdpbf16ps` have it, so it is no rung of the ladder.
+pub(super) fn has_vnni() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        Isa::detect() >= Isa::Avx512 && is_x86_feature_detected!("avx512vnni")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// True if this CPU has AMX with products of 8-bit integers, `tdpbssd`, beside those of bf16.
+pub(super) fn has_amx_int8() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // CPUID leaf 7, EDX bit 25.
+        Isa::detect() >= Isa::AmxBf16 && std::arch::x86_64::__cpuid_count(7, 0).edx & (1 << 25) != 0
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// True if `vdpbf16ps` does more multiply-adds a cycle than `vfmadd231ps` on this CPU: AMD's do,
 /// Intel's do not.
 pub(super) fn pairs_are_fast() -> bool {

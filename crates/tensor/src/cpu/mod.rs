@@ -16,6 +16,7 @@ pub mod fp8;
 pub mod gemm;
 pub mod grid;
 pub mod head;
+pub mod int8;
 pub mod isa;
 mod lent_threads;
 pub mod loss;

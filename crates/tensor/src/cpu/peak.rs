@@ -5,6 +5,7 @@
 //! rounds of ten milliseconds that run only the instruction in question on registers, on all
 //! threads at once. No product can be faster; a utilisation above 100 % is a bug.
 
+use super::gemm::Rung;
 use super::simd::Simd;
 use super::{Cpu, Isa};
 use crate::cpu::threads::Shares;
@@ -30,6 +31,11 @@ pub struct Peaks {
     pub bf16_flops: f64,
     /// The instruction behind `bf16_flops`.
     pub bf16_instruction: Instruction,
+    /// The same of products of codes of eight bits: of AMX or `vpdpbusd`, or of `f32` where both are
+    /// missing.
+    pub int8_flops: f64,
+    /// The instruction behind `int8_flops`.
+    pub int8_instruction: Instruction,
     /// Bytes a second, read plus written, of a copy between buffers that exceed the L2 caches.
     pub copy_bytes_per_s: f64,
 }
@@ -56,26 +62,43 @@ pub fn measure(cpu: &Cpu) -> Peaks {
             }
         }
     }
+    let int8 = match Rung::choose(cpu.isa, DType::U8) {
+        Rung::AmxInt8 => Instruction::IntegerTiles,
+        Rung::Avx512Vnni => Instruction::DotQuads,
+        _ => Instruction::MultiplyAdd,
+    };
+    let int8_flops = if int8 == Instruction::MultiplyAdd { f32_flops } else { fastest(cpu, int8, ROUNDS, ROUND_S) };
     Peaks {
         isa: cpu.isa,
         threads: cpu.threads.count(),
         f32_flops,
         bf16_flops: bf16.0,
         bf16_instruction: bf16.1,
+        int8_flops,
+        int8_instruction: int8,
         copy_bytes_per_s: copy(cpu),
     }
 }
 
 impl Peaks {
-    /// The peak, operations a second, of products whose operands have type `dtype`.
+    /// The peak, operations a second, of products whose operands have type `dtype`; `U8` are codes
+    /// of eight bits.
     pub fn flops(&self, dtype: DType) -> f64 {
-        if dtype == DType::BF16 { self.bf16_flops } else { self.f32_flops }
+        match dtype {
+            DType::BF16 => self.bf16_flops,
+            DType::U8 => self.int8_flops,
+            _ => self.f32_flops,
+        }
     }
 
     /// One quick measurement (4 ms) of the same, now: clocks drift, so a benchmark samples the peak
     /// in turn with what it measures.
     pub fn sample(&self, cpu: &Cpu, dtype: DType) -> f64 {
-        let instruction = if dtype == DType::BF16 { self.bf16_instruction } else { Instruction::MultiplyAdd };
+        let instruction = match dtype {
+            DType::BF16 => self.bf16_instruction,
+            DType::U8 => self.int8_instruction,
+            _ => Instruction::MultiplyAdd,
+        };
         fastest(cpu, instruction, 1, 4e-3)
     }
 }
@@ -85,10 +108,14 @@ impl Peaks {
 pub enum Instruction {
     /// `f32` multiply-add, of the widest vectors there are.
     MultiplyAdd,
+    /// `vpdpbusd`
+    DotQuads,
     /// `vdpbf16ps`
     DotPairs,
     /// `tdpbf16ps`
     Tiles,
+    /// `tdpbssd`
+    IntegerTiles,
 }
 
 /// `times` repetitions; returns the operations of one.
@@ -96,6 +123,14 @@ fn repeat(isa: Isa, instruction: Instruction, times: usize) -> f64 {
     // Also checks that `isa` is one of this CPU's.
     let operations = multiply_add(isa, if instruction == Instruction::MultiplyAdd { times } else { 0 });
     match instruction {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the CPU has the instruction.
+        Instruction::DotQuads if isa >= Isa::Avx512 && super::isa::has_vnni() => unsafe { x86::dot_quads(times) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Instruction::IntegerTiles if isa >= Isa::AmxBf16 && super::isa::has_amx_int8() => unsafe {
+            x86::integer_tiles(times)
+        },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the CPU has the instruction set, and it includes the instruction.
         Instruction::DotPairs if isa >= Isa::Avx512Bf16 => unsafe { x86::dot_pairs(times) },
@@ -178,6 +213,25 @@ fn apart<S: Simd>(s: S, times: usize) -> f64 {
 mod x86 {
     use std::arch::asm;
 
+    /// 12 chains of `vpdpbusd`; returns the operations of one repetition.
+    ///
+    /// # Safety
+    /// The CPU must have AVX-512 VNNI.
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    pub(super) unsafe fn dot_quads(times: usize) -> f64 {
+        use std::arch::x86_64::*;
+        let x = _mm512_set1_epi32(std::hint::black_box(0x0101_0101));
+        let mut acc = [_mm512_setzero_si512(); 12];
+        for _ in 0..times {
+            for acc in &mut acc {
+                *acc = _mm512_dpbusd_epi32(*acc, x, x);
+            }
+        }
+        let sum = acc.into_iter().fold(_mm512_setzero_si512(), |sum, acc| _mm512_add_epi32(sum, acc));
+        std::hint::black_box(_mm512_reduce_add_epi32(sum));
+        (12 * 16 * 8) as f64
+    }
+
     /// 12 chains of `vdpbf16ps`; returns the operations of one repetition.
     ///
     /// # Safety
@@ -198,11 +252,13 @@ mod x86 {
         (12 * 16 * 4) as f64
     }
 
-    /// Six accumulators of `tdpbf16ps` on tiles of zeros; returns the operations of one repetition.
+    macro_rules! tiles {
+        ($(#[$doc:meta])* $name:ident, $multiply:literal, $depth:literal) => {
+    $(#[$doc])*
     ///
     /// # Safety
-    /// The CPU must have AMX bf16, granted by the operating system.
-    pub(super) unsafe fn tiles(times: usize) -> f64 {
+    /// The CPU must have this form of AMX, granted by the operating system.
+    pub(super) unsafe fn $name(times: usize) -> f64 {
         #[repr(C, align(64))]
         struct Config([u8; 64]);
         let mut config = Config([0; 64]);
@@ -221,8 +277,8 @@ mod x86 {
                 "test {times}, {times}",
                 "jz 3f",
                 "2:",
-                "tdpbf16ps tmm0, tmm6, tmm7", "tdpbf16ps tmm1, tmm6, tmm7", "tdpbf16ps tmm2, tmm6, tmm7",
-                "tdpbf16ps tmm3, tmm6, tmm7", "tdpbf16ps tmm4, tmm6, tmm7", "tdpbf16ps tmm5, tmm6, tmm7",
+                concat!($multiply, " tmm0, tmm6, tmm7"), concat!($multiply, " tmm1, tmm6, tmm7"), concat!($multiply, " tmm2, tmm6, tmm7"),
+                concat!($multiply, " tmm3, tmm6, tmm7"), concat!($multiply, " tmm4, tmm6, tmm7"), concat!($multiply, " tmm5, tmm6, tmm7"),
                 "dec {times}",
                 "jnz 2b",
                 "3:",
@@ -234,8 +290,18 @@ mod x86 {
                 options(nostack, readonly),
             );
         }
-        (6 * 2 * 16 * 16 * 32) as f64
+        (6 * 2 * 16 * 16 * $depth) as f64
     }
+        };
+    }
+    tiles!(
+        /// Six accumulators of `tdpbf16ps` on tiles of zeros; returns the operations of one repetition.
+        tiles, "tdpbf16ps", 32
+    );
+    tiles!(
+        /// The same of `tdpbssd`.
+        integer_tiles, "tdpbssd", 64
+    );
 }
 
 /// Bytes a second of a copy.
@@ -261,11 +327,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peaks_are_positive_and_bf16_is_no_slower_than_its_fallback() {
+    fn peaks_are_positive_and_narrow_operands_are_no_slower_than_their_fallback() {
         for isa in Isa::available() {
             let peaks = measure(&Cpu::new(isa, 2));
             assert!(peaks.f32_flops > 1e8 && peaks.copy_bytes_per_s > 1e7, "{peaks:?}");
-            assert!(peaks.bf16_flops >= peaks.f32_flops, "{peaks:?}");
+            assert!(peaks.bf16_flops >= peaks.f32_flops && peaks.int8_flops >= peaks.f32_flops, "{peaks:?}");
         }
     }
 

@@ -152,6 +152,8 @@ unsafe fn execute(state: &mut State, registers: &mut [i64; 23]) -> bool {
                     to.copy_from_nonoverlapping(state.tiles[reg][row].as_ptr(), bytes);
                 }
             }
+            // tdpbssd
+            (0x5e, 3, 3) => multiply_add_integers(state, reg, rm, (!vex2 >> 3 & 15) as usize),
             // tdpbf16ps
             (0x5c, 2, 3) => multiply_add(state, reg, rm, (!vex2 >> 3 & 15) as usize),
             _ => return false,
@@ -177,6 +179,24 @@ fn multiply_add(state: &mut State, sums: usize, a: usize, b: usize) {
         for n in 0..state.bytes_per_row[sums] as usize / 4 {
             let at = &mut state.tiles[sums][m][4 * n..4 * n + 4];
             let sum = f32::from_le_bytes([at[0], at[1], at[2], at[3]]) + (products[2 * n] + products[2 * n + 1]);
+            at.copy_from_slice(&sum.to_le_bytes());
+        }
+    }
+}
+
+/// `sums += a b` in `i32`, of four neighbours that are `i8` at a time.
+fn multiply_add_integers(state: &mut State, sums: usize, a: usize, b: usize) {
+    let (a_tile, b_tile) = (state.tiles[a], state.tiles[b]);
+    for m in 0..state.rows[sums] as usize {
+        for n in 0..state.bytes_per_row[sums] as usize / 4 {
+            let at = &mut state.tiles[sums][m][4 * n..4 * n + 4];
+            let mut sum = i32::from_le_bytes([at[0], at[1], at[2], at[3]]);
+            for k in 0..state.bytes_per_row[a] as usize / 4 {
+                for i in 0..4 {
+                    let [a, b] = [a_tile[m][4 * k + i], b_tile[k][4 * n + i]].map(|byte| i32::from(byte as i8));
+                    sum = sum.wrapping_add(a * b);
+                }
+            }
             at.copy_from_slice(&sum.to_le_bytes());
         }
     }

@@ -1,4 +1,5 @@
-//! Weights rounded to the grid of few bits, as quantisation-aware training reads them.
+//! Numbers rounded to the grid of few bits: weights as quantisation-aware training reads them, and
+//! inputs of layers.
 
 use crate::cpu::grid as kernels;
 use crate::error::{Result, TensorError};
@@ -25,4 +26,22 @@ pub fn round_to_grid(bits: u8, group: usize, weights: &Tensor, values: &mut Tens
         Ok(())
     })?);
     Ok(())
+}
+
+/// Every row of `x` rounded to codes of `bits` bits with a scale of its own. Scales and values have
+/// the dtype of `x`. On the CPU only.
+///
+/// # Errors
+/// Other dtypes than floats, and a GPU.
+pub fn rows_to_grid(bits: u8, x: &Tensor) -> Result<Tensor> {
+    const OP: &str = "rows_to_grid";
+    let mut y = x.empty_like(*x.shape(), x.dtype())?;
+    let cost = Cost::new(8 * x.elements(), 2 * x.bytes()).on(x.dtype(), [x.rows(), x.last_dim()]);
+    by_float!(OP, x.dtype(), T => x.device().launch(OP, cost, |cpu| {
+        if x.elements() > 0 {
+            kernels::round_to_grid(cpu, bits, x.last_dim(), x.get::<T>(), y.get_mut::<T>());
+        }
+        Ok(())
+    })?);
+    Ok(y)
 }

@@ -11,6 +11,7 @@ mod embedding;
 pub mod experts;
 pub mod fp8;
 pub mod grid;
+mod int8;
 mod linear;
 mod loss;
 mod norm;
@@ -25,6 +26,7 @@ pub use attention::{HeadLayout, Segments, attention, attention_backward, attenti
 pub use context::{ContextSegments, context_attention, context_attention_backward};
 pub use distill::{TeacherLogits, distillation_loss, distillation_loss_with_gradients};
 pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
+pub use int8::{linear_int8, linear_int8_input_gradient};
 pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
 pub use loss::{
     MergedLosses, TokenLosses, linear_cross_entropy, linear_cross_entropy_part_gradients,

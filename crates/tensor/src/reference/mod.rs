@@ -5,6 +5,7 @@ pub mod attention;
 pub mod experts;
 pub mod fp8;
 pub mod grid;
+pub mod int8;
 pub mod loss;
 pub mod matmul;
 pub mod norm;

@@ -9,6 +9,7 @@
 mod experts;
 mod fp8;
 mod grid;
+mod int8;
 mod norm;
 mod optim;
 mod plain;

@@ -1,14 +1,14 @@
 //! Tasks, blocks and panels: everything between a product's operands and the register kernels.
 //!
 //! Both operands are packed into 32-bit *words*: a word is one `f32` of the shared dimension, or
-//! two `bf16` that are neighbours in it, which is what `vdpbf16ps` and `tdpbf16ps` consume. All
-//! rungs share the layout:
+//! two `bf16` that are neighbours in it, which is what `vdpbf16ps` and `tdpbf16ps` consume, or four
+//! codes of eight bits, for `vpdpbusd`. All rungs share the layout:
 //!
 //! - left, a panel of up to `mr` rows: row `i` is `a[i * A_STRIDE..][..kw]`, so that a register
 //!   kernel addresses all rows from one pointer with constant offsets;
 //! - right, a block of vector-wide panels: word row `k` of panel `p` is
 //!   `b[p * panel + k * lanes..][..lanes]`;
-//! - sums, `c[i * stride + j]` in `f32`.
+//! - sums, `c[i * stride + j]` in `f32`, or in `i32` as the bits of an `f32` ([`super::int8`]).
 //!
 //! ```text
 //! for task (rows x columns of the result)              dealt to the threads
@@ -36,11 +36,11 @@
 
 use super::MatRef;
 use super::epilogue::{Sink, finish};
-use super::pack;
+use super::pack::{self, Factor};
 use super::workspace::{HUGE_PAGE, WORKSPACE, Workspace};
-use crate::cpu::isa::pairs_are_fast;
+use crate::cpu::isa::{has_amx_int8, has_vnni, pairs_are_fast};
 use crate::cpu::{Cpu, Isa};
-use crate::dtype::{DType, Element};
+use crate::dtype::DType;
 #[cfg(test)]
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -71,10 +71,14 @@ pub enum Rung {
     Avx2,
     /// `f32` with AVX-512.
     Avx512,
+    /// Codes of eight bits, four at a time, with `vpdpbusd`.
+    Avx512Vnni,
     /// `bf16` pairs with `vdpbf16ps`.
     Avx512Bf16,
     /// `bf16` tiles with `tdpbf16ps`.
     AmxBf16,
+    /// Tiles of codes of eight bits with `tdpbssd`.
+    AmxInt8,
 }
 
 impl Rung {
@@ -86,6 +90,8 @@ impl Rung {
     /// widening is twice as fast. On Zen 4 it is the other way round.
     pub fn choose(isa: Isa, dtype: DType) -> Rung {
         match (isa, dtype) {
+            (Isa::AmxBf16, DType::U8) if has_amx_int8() => Rung::AmxInt8,
+            (isa, DType::U8) if isa >= Isa::Avx512 && has_vnni() => Rung::Avx512Vnni,
             (Isa::AmxBf16, DType::BF16) => Rung::AmxBf16,
             (Isa::Avx512Bf16, DType::BF16) if pairs_are_fast() => Rung::Avx512Bf16,
             (Isa::Portable, _) => Rung::Portable,
@@ -94,9 +100,22 @@ impl Rung {
         }
     }
 
-    /// True if words are pairs of `bf16`, false if they are `f32`.
-    pub(super) fn pairs(self) -> bool {
-        self >= Rung::Avx512Bf16
+    /// The instruction that multiplies codes of eight bits, if there is one for them.
+    pub fn name_of_codes(self) -> Option<&'static str> {
+        match self {
+            Rung::Avx512Vnni => Some("vpdpbusd"),
+            Rung::AmxInt8 => Some("tdpbssd"),
+            _ => None,
+        }
+    }
+
+    /// Elements of a word: one that is an `f32`, two `bf16`, or four codes.
+    pub(super) fn width(self) -> usize {
+        match self {
+            Rung::Portable | Rung::Avx2 | Rung::Avx512 => 1,
+            Rung::Avx512Vnni | Rung::AmxInt8 => 4,
+            Rung::Avx512Bf16 | Rung::AmxBf16 => 2,
+        }
     }
 
     /// Words of a right panel's row.
@@ -109,8 +128,8 @@ impl Rung {
         match self {
             Rung::Portable => (4, 8),
             Rung::Avx2 => (6, 16),
-            Rung::Avx512 | Rung::Avx512Bf16 => (14, 32),
-            Rung::AmxBf16 => unreachable!("tiles have their own loop nest"),
+            Rung::Avx512 | Rung::Avx512Vnni | Rung::Avx512Bf16 => (14, 32),
+            Rung::AmxBf16 | Rung::AmxInt8 => unreachable!("tiles have their own loop nest"),
         }
     }
 }
@@ -201,7 +220,7 @@ impl Prices {
 impl Cut {
     fn new(rung: Rung, (m, n, k): (usize, usize, usize), threads: usize) -> Cut {
         let (mr, nr) = rung.tile();
-        let words = if rung.pairs() { k.div_ceil(2) } else { k };
+        let words = k.div_ceil(rung.width());
         let blocks = words.div_ceil(BLOCK_WORDS).max(1);
         let block_words = words.div_ceil(blocks).next_multiple_of(16);
         let blocks = words.div_ceil(block_words.max(1)).max(1);
@@ -248,7 +267,7 @@ pub(super) struct Product<'a, T, S> {
 }
 
 /// `sums[i, j] = Σ_k left[i, k] right[j, k]`, handed to `sink`: `m x n` sums of `k` products.
-pub(super) fn product<T: Element, S: Sink>(
+pub(super) fn product<T: Factor, S: Sink>(
     cpu: &Cpu,
     (m, n, k): (usize, usize, usize),
     left: Operand<T>,
@@ -260,12 +279,17 @@ pub(super) fn product<T: Element, S: Sink>(
 
 /// [`product`] for each of `products`, whose results are disjoint. The tasks of all are dealt to
 /// the threads together, so that no thread waits at the end of one.
-pub(super) fn products<T: Element, S: Sink>(cpu: &Cpu, products: &[Product<'_, T, &S>]) {
+pub(super) fn products<T: Factor, S: Sink>(cpu: &Cpu, products: &[Product<'_, T, &S>]) {
     assert!(cpu.isa <= Isa::detect(), "kernel form `{}` on a CPU that lacks it", cpu.isa);
-    let rung = Rung::choose(cpu.isa, T::DTYPE);
+    run(rung(cpu, T::DTYPE), cpu, products);
+}
+
+/// The register kernel of products of `dtype` on `cpu`.
+pub(super) fn rung(cpu: &Cpu, dtype: DType) -> Rung {
+    let rung = Rung::choose(cpu.isa, dtype);
     #[cfg(test)]
     let rung = FORCED.get().unwrap_or(rung);
-    run(rung, cpu, products);
+    rung
 }
 
 /// The threads for which each of `count` products is cut. Many products are balanced by dealing
@@ -275,14 +299,14 @@ pub(super) fn threads_each(cpu: &Cpu, count: usize) -> usize {
 }
 
 /// [`products`] with a given register kernel.
-pub(super) fn run<T: Element, S: Sink>(rung: Rung, cpu: &Cpu, products: &[Product<'_, T, &S>]) {
+pub(super) fn run<T: Factor, S: Sink>(rung: Rung, cpu: &Cpu, products: &[Product<'_, T, &S>]) {
     let present = |product: &&Product<'_, T, &S>| product.shape.0 > 0 && product.shape.1 > 0;
     let count = products.iter().filter(present).count();
     if count == 0 {
         return;
     }
     #[cfg(target_arch = "x86_64")]
-    if rung == Rung::AmxBf16 {
+    if matches!(rung, Rung::AmxBf16 | Rung::AmxInt8) {
         return super::amx::products(cpu, products);
     }
     let threads = threads_each(cpu, count);
@@ -316,7 +340,7 @@ struct Part {
     k: usize,
 }
 
-fn run_task<T: Element, S: Sink>(
+fn run_task<T: Factor, S: Sink>(
     rung: Rung,
     isa: Isa,
     cut: &Cut,
@@ -328,7 +352,7 @@ fn run_task<T: Element, S: Sink>(
 ) {
     let (mr, nr) = rung.tile();
     let lanes = rung.lanes();
-    let width = if rung.pairs() { 2 } else { 1 };
+    let width = rung.width();
     let padded_cols = part.cols.next_multiple_of(nr);
     let c_stride = padded_cols + C_PAD;
     // With one block the sums of a panel are finished at once, and the next panel reuses their
@@ -435,7 +459,7 @@ pub(super) struct Ahead {
 impl Ahead {
     /// Of the elements `outer` by `shared` of an operand, the one of `shares` equal parts that is
     /// number `share`.
-    fn part<T: Element>(
+    fn part<T: Factor>(
         src: &Operand<T>,
         outer: Range<usize>,
         shared: Range<usize>,
@@ -497,6 +521,8 @@ unsafe fn run_panel(rung: Rung, rows: usize, tiles: &Tiles) {
             Rung::Avx2 => super::fma::avx2(rows, tiles),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx512 => super::fma::avx512(rows, tiles),
+            #[cfg(target_arch = "x86_64")]
+            Rung::Avx512Vnni => super::avx512_vnni::panel(rows, tiles),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx512Bf16 => super::avx512_bf16::panel(rows, tiles),
             _ => unreachable!("{rung:?} has its own loop nest, or belongs to another architecture"),

@@ -26,6 +26,9 @@ pub(super) struct Target {
 
 /// Receives the sums of a product.
 pub(super) trait Sink: Sync {
+    /// True if sums are `i32` in the bits of `f32`.
+    const INTEGER: bool = false;
+
     /// True if sums start from [`Sink::seed`] instead of zero.
     fn seeded(&self) -> bool {
         false

@@ -35,11 +35,14 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
+mod avx512_vnni;
+#[cfg(target_arch = "x86_64")]
 mod claims;
 mod driver;
 mod epilogue;
 mod fma;
 mod grouped;
+mod int8;
 mod pack;
 #[cfg(target_arch = "x86_64")]
 mod tile_kernel;
@@ -53,6 +56,7 @@ mod tests;
 
 pub use driver::{Rung, workspace_bytes};
 pub use grouped::{grouped_forward, grouped_input_gradient, grouped_weight_gradient};
+pub use int8::{DEPTH_MAX as INT8_DEPTH_MAX, forward_int8, input_gradient_int8};
 
 use crate::cpu::Cpu;
 use crate::cpu::threads::Shares;

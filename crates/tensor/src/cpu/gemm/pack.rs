@@ -6,9 +6,36 @@
 //! along the outer index; where memory lies the other way, a square of words is transposed in
 //! registers. AVX-512 does 16 x 16 words in 64 shuffles with masked loads for the tails; the other
 //! rungs go through a plain loop, whose cost their slower register kernels hide.
+//!
+//! Codes of eight bits always lie along the shared index. Those of a left panel are packed with 128
+//! added, without a sign, as `vpdpbusd` wants them.
 
 use super::driver::{A_STRIDE, Operand, Rung};
-use crate::dtype::Element;
+use crate::dtype::{DType, Element};
+
+/// What products multiply: a float, or a code of eight bits in two's complement.
+pub(super) trait Factor: Copy + Send + Sync + 'static {
+    /// Its type; that of codes is `U8`.
+    const DTYPE: DType;
+    /// Widens, exactly.
+    fn to_f32(self) -> f32;
+}
+
+impl<T: Element> Factor for T {
+    const DTYPE: DType = T::DTYPE;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        Element::to_f32(self)
+    }
+}
+
+impl Factor for i8 {
+    const DTYPE: DType = DType::U8;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self.into()
+    }
+}
 
 /// Packs `rows` rows of the left operand from `row`, and `depth` shared indices from `k`, into `a`;
 /// words are padded with zeros to a multiple of 16.
@@ -16,7 +43,7 @@ use crate::dtype::Element;
 /// # Safety
 /// The operand must hold the part; `a` must have room for `rows` rows of [`A_STRIDE`] words; the
 /// CPU must have the rung's instructions.
-pub(super) unsafe fn left<T: Element>(
+pub(super) unsafe fn left<T: Factor>(
     rung: Rung,
     src: &Operand<T>,
     row: usize,
@@ -32,9 +59,11 @@ pub(super) unsafe fn left<T: Element>(
     unsafe {
         match rung {
             #[cfg(target_arch = "x86_64")]
-            Rung::Avx512 => x86::left::<T, false>(src, row, rows, k, depth, a),
+            Rung::Avx512 => x86::left::<T, 1>(src, row, rows, k, depth, a),
             #[cfg(target_arch = "x86_64")]
-            Rung::Avx512Bf16 => x86::left::<T, true>(src, row, rows, k, depth, a),
+            Rung::Avx512Vnni => x86::left::<T, 4>(src, row, rows, k, depth, a),
+            #[cfg(target_arch = "x86_64")]
+            Rung::Avx512Bf16 => x86::left::<T, 2>(src, row, rows, k, depth, a),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx2 => x86::left_avx2(src, row, rows, k, depth, a),
             _ => left_plain(src, row, rows, k, depth, a),
@@ -48,7 +77,7 @@ pub(super) unsafe fn left<T: Element>(
 /// # Safety
 /// The operand must hold the part; `b` must have room for `padded_cols` columns of the padded
 /// words; the CPU must have the rung's instructions.
-pub(super) unsafe fn right<T: Element>(
+pub(super) unsafe fn right<T: Factor>(
     rung: Rung,
     src: &Operand<T>,
     col: usize,
@@ -65,9 +94,11 @@ pub(super) unsafe fn right<T: Element>(
     unsafe {
         match rung {
             #[cfg(target_arch = "x86_64")]
-            Rung::Avx512 => x86::right::<T, false>(src, col, cols, padded_cols, k, depth, b),
+            Rung::Avx512 => x86::right::<T, 1>(src, col, cols, padded_cols, k, depth, b),
             #[cfg(target_arch = "x86_64")]
-            Rung::Avx512Bf16 => x86::right::<T, true>(src, col, cols, padded_cols, k, depth, b),
+            Rung::Avx512Vnni => x86::right::<T, 4>(src, col, cols, padded_cols, k, depth, b),
+            #[cfg(target_arch = "x86_64")]
+            Rung::Avx512Bf16 => x86::right::<T, 2>(src, col, cols, padded_cols, k, depth, b),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx2 => x86::right_avx2(src, col, cols, padded_cols, k, depth, b),
             _ => right_plain(src, col, cols, padded_cols, k, depth, b),
@@ -80,7 +111,7 @@ pub(super) unsafe fn right<T: Element>(
 /// # Safety
 /// As [`left`].
 #[inline(always)]
-unsafe fn left_plain<T: Element>(src: &Operand<T>, row: usize, rows: usize, k: usize, depth: usize, a: *mut u32) {
+unsafe fn left_plain<T: Factor>(src: &Operand<T>, row: usize, rows: usize, k: usize, depth: usize, a: *mut u32) {
     let padded = depth.next_multiple_of(16);
     for i in 0..rows {
         // SAFETY: row `i` of the panel.
@@ -106,7 +137,7 @@ unsafe fn left_plain<T: Element>(src: &Operand<T>, row: usize, rows: usize, k: u
 /// # Safety
 /// As [`right`].
 #[inline(always)]
-unsafe fn right_plain<T: Element>(
+unsafe fn right_plain<T: Factor>(
     src: &Operand<T>,
     col: usize,
     cols: usize,
@@ -148,7 +179,7 @@ unsafe fn right_plain<T: Element>(
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{A_STRIDE, Element, Operand};
+    use super::{A_STRIDE, Factor, Operand};
     use crate::cpu::gemm::driver::prefetch;
     use crate::dtype::DType;
     use std::arch::x86_64::*;
@@ -156,7 +187,7 @@ mod x86 {
     /// # Safety
     /// As [`left`](super::left).
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn left_avx2<T: Element>(
+    pub(super) unsafe fn left_avx2<T: Factor>(
         src: &Operand<T>,
         row: usize,
         rows: usize,
@@ -171,7 +202,7 @@ mod x86 {
     /// # Safety
     /// As [`right`](super::right).
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn right_avx2<T: Element>(
+    pub(super) unsafe fn right_avx2<T: Factor>(
         src: &Operand<T>,
         col: usize,
         cols: usize,
@@ -184,10 +215,10 @@ mod x86 {
         unsafe { super::right_plain(src, col, cols, padded_cols, k, depth, b) }
     }
 
-    /// The first `n` of up to 32 lanes.
+    /// The first `n` of up to 64 lanes.
     #[inline(always)]
-    fn first(n: usize) -> u32 {
-        if n >= 32 { !0 } else { (1 << n) - 1 }
+    fn first(n: usize) -> u64 {
+        if n >= 64 { !0 } else { (1 << n) - 1 }
     }
 
     /// Up to 16 elements as `f32` words; zeros behind `n`.
@@ -195,7 +226,7 @@ mod x86 {
     /// # Safety
     /// `n` elements must be readable from `p`; the CPU must have the instructions.
     #[inline(always)]
-    unsafe fn singles<T: Element>(p: *const T, n: usize) -> __m512i {
+    unsafe fn singles<T: Factor>(p: *const T, n: usize) -> __m512i {
         let mask = first(n) as u16;
         // SAFETY: masked lanes are not read; by contract of the caller the others are readable.
         unsafe {
@@ -203,7 +234,11 @@ mod x86 {
                 DType::F32 => _mm512_maskz_loadu_epi32(mask, p.cast()),
                 DType::BF16 => _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p.cast()))),
                 DType::F16 => _mm512_castps_si512(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p.cast()))),
-                DType::I32 | DType::U32 | DType::U8 => unreachable!("integers are not `Element`s"),
+                DType::U8 => {
+                    let codes = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, p.cast()));
+                    _mm512_castps_si512(_mm512_cvtepi32_ps(codes))
+                }
+                DType::I32 | DType::U32 => unreachable!("no `Factor`s"),
             }
         }
     }
@@ -213,9 +248,15 @@ mod x86 {
     /// # Safety
     /// `n` elements must be readable from `p`; the CPU must have the instructions.
     #[inline(always)]
-    unsafe fn along_k<T: Element, const PAIRS: bool>(p: *const T, n: usize) -> __m512i {
+    unsafe fn along_k<T: Factor, const WIDTH: usize>(p: *const T, n: usize) -> __m512i {
         // SAFETY: as in `singles`.
-        unsafe { if PAIRS { _mm512_maskz_loadu_epi16(first(n), p.cast()) } else { singles(p, n) } }
+        unsafe {
+            match WIDTH {
+                4 => _mm512_maskz_loadu_epi8(first(n), p.cast()),
+                2 => _mm512_maskz_loadu_epi16(first(n) as u32, p.cast()),
+                _ => singles(p, n),
+            }
+        }
     }
 
     /// A word row: `n` words along the outer index, from shared index `k` on, of which `depth` (at
@@ -224,7 +265,7 @@ mod x86 {
     /// # Safety
     /// The operand must hold the part; the CPU must have the instructions.
     #[inline(always)]
-    unsafe fn along_outer<T: Element, const PAIRS: bool>(
+    unsafe fn along_outer<T: Factor, const WIDTH: usize>(
         src: &Operand<T>,
         outer: usize,
         n: usize,
@@ -233,9 +274,10 @@ mod x86 {
     ) -> __m512i {
         // SAFETY: as in `singles`.
         unsafe {
-            if !PAIRS {
+            if WIDTH == 1 {
                 return singles(src.at(outer, k), n);
             }
+            assert!(WIDTH == 2, "codes lie along the shared index");
             let mask = first(n) as u16;
             let even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, src.at(outer, k).cast()));
             if depth == 1 {
@@ -287,7 +329,7 @@ mod x86 {
     /// # Safety
     /// The operand must hold the part; the CPU must have the instructions.
     #[inline(always)]
-    unsafe fn square_along_k<T: Element, const PAIRS: bool>(
+    unsafe fn square_along_k<T: Factor, const WIDTH: usize>(
         src: &Operand<T>,
         outer: usize,
         n: usize,
@@ -299,7 +341,7 @@ mod x86 {
             let mut r = [_mm512_setzero_si512(); 16];
             for (i, r) in r.iter_mut().enumerate() {
                 if i < n {
-                    *r = along_k::<T, PAIRS>(src.at(outer + i, k), depth);
+                    *r = along_k::<T, WIDTH>(src.at(outer + i, k), depth);
                 }
             }
             r
@@ -311,20 +353,19 @@ mod x86 {
     /// # Safety
     /// The operand must hold the part; the CPU must have the instructions.
     #[inline(always)]
-    unsafe fn square_along_outer<T: Element, const PAIRS: bool>(
+    unsafe fn square_along_outer<T: Factor, const WIDTH: usize>(
         src: &Operand<T>,
         outer: usize,
         n: usize,
         k: usize,
         depth: usize,
     ) -> [__m512i; 16] {
-        let width = if PAIRS { 2 } else { 1 };
         // SAFETY: as in `singles`.
         unsafe {
             let mut r = [_mm512_setzero_si512(); 16];
             for (i, r) in r.iter_mut().enumerate() {
-                if i * width < depth {
-                    *r = along_outer::<T, PAIRS>(src, outer, n, k + i * width, depth - i * width);
+                if i * WIDTH < depth {
+                    *r = along_outer::<T, WIDTH>(src, outer, n, k + i * WIDTH, depth - i * WIDTH);
                 }
             }
             r
@@ -334,7 +375,7 @@ mod x86 {
     /// # Safety
     /// As [`left`](super::left).
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) unsafe fn left<T: Element, const PAIRS: bool>(
+    pub(super) unsafe fn left<T: Factor, const WIDTH: usize>(
         src: &Operand<T>,
         row: usize,
         rows: usize,
@@ -342,14 +383,17 @@ mod x86 {
         depth: usize,
         a: *mut u32,
     ) {
-        let step = if PAIRS { 32 } else { 16 };
+        let step = 16 * WIDTH;
         // SAFETY: `a` has room for the rows with words padded to 16; reads are masked to the part.
         unsafe {
             if src.along_k {
                 for i in 0..rows {
                     let (from, to) = (src.at(row + i, k), a.add(i * A_STRIDE));
                     for (block, at) in (0..depth).step_by(step).enumerate() {
-                        let words = along_k::<T, PAIRS>(from.add(at), depth - at);
+                        let mut words = along_k::<T, WIDTH>(from.add(at), depth - at);
+                        if WIDTH == 4 {
+                            words = _mm512_xor_si512(words, _mm512_set1_epi8(i8::MIN));
+                        }
                         _mm512_store_si512(to.add(block * 16).cast(), words);
                     }
                 }
@@ -360,7 +404,7 @@ mod x86 {
             for (block, at) in (0..depth).step_by(step).enumerate() {
                 for first_row in (0..rows).step_by(16) {
                     let n = (rows - first_row).min(16);
-                    let r = square_along_outer::<T, PAIRS>(src, row + first_row, n, k + at, depth - at);
+                    let r = square_along_outer::<T, WIDTH>(src, row + first_row, n, k + at, depth - at);
                     for (i, words) in transpose(r).into_iter().enumerate() {
                         if i < n {
                             _mm512_store_si512(a.add((first_row + i) * A_STRIDE + block * 16).cast(), words);
@@ -374,7 +418,7 @@ mod x86 {
     /// # Safety
     /// As [`right`](super::right).
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) unsafe fn right<T: Element, const PAIRS: bool>(
+    pub(super) unsafe fn right<T: Factor, const WIDTH: usize>(
         src: &Operand<T>,
         col: usize,
         cols: usize,
@@ -383,8 +427,8 @@ mod x86 {
         depth: usize,
         b: *mut u32,
     ) {
-        let (step, width) = if PAIRS { (32, 2) } else { (16, 1) };
-        let padded = depth.div_ceil(width).next_multiple_of(16);
+        let step = 16 * WIDTH;
+        let padded = depth.div_ceil(WIDTH).next_multiple_of(16);
         // SAFETY: `b` has room for the padded panels; reads are masked to the part.
         unsafe {
             if !src.along_k {
@@ -395,9 +439,9 @@ mod x86 {
                         // Stored as they are read: as an array of 16 the rows went through the
                         // stack, and twice through `memcpy`.
                         for i in 0..16 {
-                            let words = if at + i * width < depth {
-                                let k = k + at + i * width;
-                                along_outer::<T, PAIRS>(src, col + first_col, n, k, depth - at - i * width)
+                            let words = if at + i * WIDTH < depth {
+                                let k = k + at + i * WIDTH;
+                                along_outer::<T, WIDTH>(src, col + first_col, n, k, depth - at - i * WIDTH)
                             } else {
                                 _mm512_setzero_si512()
                             };
@@ -416,7 +460,7 @@ mod x86 {
                     for i in 0..16 {
                         prefetch(src.at(col + (first_col + 16 + i).min(cols - 1), k + at).cast());
                     }
-                    let r = transpose(square_along_k::<T, PAIRS>(src, col + first_col, n, k + at, depth - at));
+                    let r = transpose(square_along_k::<T, WIDTH>(src, col + first_col, n, k + at, depth - at));
                     for (i, words) in r.into_iter().enumerate() {
                         _mm512_store_si512(to.add(i * 16).cast(), words);
                     }

@@ -1,6 +1,8 @@
 //! Conformance: every register kernel, storage type, form and epilogue, on shapes with all kinds of
 //! tails, against sums in `f64`; and the same bits from any number of threads.
 
+mod int8;
+
 use super::*;
 use crate::cpu::Isa;
 use crate::dtype::{DType, bf16, f16};
@@ -15,15 +17,22 @@ fn rungs(dtype: DType) -> Vec<Rung> {
     }
     if best >= Isa::Avx512 {
         rungs.push(Rung::Avx512);
+        if dtype == DType::U8 {
+            if crate::cpu::isa::has_vnni() {
+                rungs.push(Rung::Avx512Vnni);
+            } else {
+                trainyard_testing::skip_part("this processor has no AVX-512 VNNI");
+            }
+        }
         if dtype == DType::BF16 && best >= Isa::Avx512Bf16 {
             rungs.push(Rung::Avx512Bf16);
         }
         #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-        if dtype == DType::BF16 {
+        if dtype == DType::BF16 || dtype == DType::U8 && crate::cpu::isa::has_vnni() {
             if best < Isa::AmxBf16 {
                 crate::cpu::tile_emulator::install();
             }
-            rungs.push(Rung::AmxBf16);
+            rungs.push(if dtype == DType::BF16 { Rung::AmxBf16 } else { Rung::AmxInt8 });
         }
     }
     rungs
@@ -35,9 +44,9 @@ fn on_every_rung(dtype: DType, mut body: impl FnMut(&Cpu, &str)) {
         let isa = match rung {
             Rung::Portable => Isa::Portable,
             Rung::Avx2 => Isa::Avx2,
-            Rung::Avx512 => Isa::Avx512,
+            Rung::Avx512 | Rung::Avx512Vnni => Isa::Avx512,
             Rung::Avx512Bf16 => Isa::Avx512Bf16,
-            Rung::AmxBf16 => Isa::AmxBf16.min(Isa::detect()),
+            Rung::AmxBf16 | Rung::AmxInt8 => Isa::AmxBf16.min(Isa::detect()),
         };
         for threads in 1..=3 {
             let cpu = Cpu::new(isa, threads);

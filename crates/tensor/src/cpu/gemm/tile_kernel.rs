@@ -108,28 +108,31 @@ impl Pending {
 /// # Safety
 /// Tiles must be configured as eight full ones and hold sums; both sides must have a step.
 #[inline(always)]
-unsafe fn multiply_step(rows: *const u8, lower: *const u8, stride: usize, b: *const u8) {
-    // SAFETY: by contract.
-    unsafe {
-        asm!(
-            "tileloaddt1 tmm6, [{b} + {row}]",
-            "tileloadd tmm4, [{rows} + {stride}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloaddt1 tmm7, [{b} + {row} + 1024]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{lower} + {stride}]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            rows = in(reg) rows,
-            lower = in(reg) lower,
-            stride = in(reg) stride,
-            b = in(reg) b,
-            row = in(reg) 64usize,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nostack, preserves_flags),
-        );
+unsafe fn multiply_step<const INTEGER: bool>(rows: *const u8, lower: *const u8, stride: usize, b: *const u8) {
+    macro_rules! step {
+        ($multiply:literal) => {
+            asm!(
+                "tileloaddt1 tmm6, [{b} + {row}]",
+                "tileloadd tmm4, [{rows} + {stride}]",
+                concat!($multiply, " tmm0, tmm4, tmm6"),
+                "tileloaddt1 tmm7, [{b} + {row} + 1024]",
+                concat!($multiply, " tmm1, tmm4, tmm7"),
+                "tileloadd tmm5, [{lower} + {stride}]",
+                concat!($multiply, " tmm2, tmm5, tmm6"),
+                concat!($multiply, " tmm3, tmm5, tmm7"),
+                rows = in(reg) rows,
+                lower = in(reg) lower,
+                stride = in(reg) stride,
+                b = in(reg) b,
+                row = in(reg) 64usize,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, preserves_flags),
+            )
+        };
     }
+    // SAFETY: by contract.
+    unsafe { if INTEGER { step!("tdpbssd") } else { step!("tdpbf16ps") } }
 }
 
 /// Sums from memory, or zero.
@@ -216,7 +219,11 @@ pub(super) unsafe fn multiply<K: Sink>(
         let two_lines = first != second;
         start(sums);
         for step in 0..steps {
-            multiply_step(rows, lower, left.stride, b);
+            if K::INTEGER {
+                multiply_step::<true>(rows, lower, left.stride, b);
+            } else {
+                multiply_step::<false>(rows, lower, left.stride, b);
+            }
             (rows, lower) = (rows.wrapping_add(left.step), lower.wrapping_add(left.step));
             b = b.wrapping_add(STEP_BYTES);
             if step < of_target {

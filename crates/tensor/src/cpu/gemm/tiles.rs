@@ -59,18 +59,20 @@ unsafe impl Sync for Source<'_> {}
 unsafe impl Send for Source<'_> {}
 
 impl<'a> Source<'a> {
-    /// All of an operand with `outer` rows or columns and `k` shared indices; elements have 16
-    /// bits.
+    /// All of an operand with `outer` rows or columns and `k` shared indices. Elements have 16 bits,
+    /// or are pairs of 8 bits along the shared index.
     pub fn new<T>(role: Role, operand: &Operand<'a, T>, outer: usize, k: usize) -> Self {
-        assert!(size_of::<T>() == 2);
+        let width = 2 / size_of::<T>();
+        let paired = operand.along_k && k.is_multiple_of(width) && operand.stride.is_multiple_of(width);
+        assert!(width == 1 || width == 2 && paired, "{k} elements of {} bytes in tiles", size_of::<T>());
         Source {
             role,
             data: operand.at(0, 0).cast(),
-            stride: operand.stride,
+            stride: operand.stride / width,
             along_k: operand.along_k,
             first: 0,
             end: outer,
-            k,
+            k: k / width,
             _data: PhantomData,
         }
     }
