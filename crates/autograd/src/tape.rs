@@ -195,9 +195,9 @@ impl<'a> Tape<'a> {
         self
     }
 
-    /// Makes products with these weights in [`Tape::linear`] round each row of their input to 8 bits,
-    /// as models do whose files say so. For forwards alone: gradients are those of what was not
-    /// rounded.
+    /// Makes products with these weights in [`Tape::linear`] round each row of their input to 8
+    /// bits, as models do whose files say so. For forwards alone: gradients are those of what was
+    /// not rounded.
     pub fn with_rounded_inputs(mut self, layers: &'a BTreeSet<ParamId>) -> Tape<'a> {
         self.eight_bits = Some(EightBits::RoundedInputs(layers));
         self

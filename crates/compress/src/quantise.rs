@@ -21,7 +21,8 @@ pub enum QuantiseMethod {
     Gptq,
     /// The nearest to weights whose columns were scaled before, by the size of their inputs.
     Awq,
-    /// The nearest to weights whose columns were scaled before, so that inputs lose less in rounding.
+    /// The nearest to weights whose columns were scaled before, so that inputs lose less in
+    /// rounding.
     SmoothQuant,
 }
 

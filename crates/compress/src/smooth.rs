@@ -2,8 +2,8 @@
 //! (Xiao et al. 2023).
 //!
 //! A row of inputs has one scale, so a column with large inputs leaves few codes to all others. As
-//! in [`crate::awq`], column j of a layer's matrix is multiplied by `s_j` and input j divided by it,
-//! here by the gains of the norm before the layer; layers without one are left as they are. The
+//! in [`crate::awq`], column j of a layer's matrix is multiplied by `s_j` and input j divided by
+//! it, here by the gains of the norm before the layer; layers without one are left as they are. The
 //! scales are `s_j = max |X_j|^a / max |W_j|^(1 - a)`, over the calibration's rows and the matrix's
 //! (equation 4).
 

@@ -192,9 +192,9 @@ fn accumulation_gives_what_the_large_batch_gives() {
     }
 }
 
-/// Three models, two of them also with 8-bit products, floats or integers, in three checkpointing modes. Meta predicts
-/// every purpose's peak to the byte, and full checkpointing keeps at most a fifth of the
-/// activations.
+/// Three models, two of them also with 8-bit products, floats or integers, in three checkpointing
+/// modes. Meta predicts every purpose's peak to the byte, and full checkpointing keeps at most a
+/// fifth of the activations.
 #[test]
 fn memory_is_what_meta_predicts() {
     let models: [&[&str]; 6] = [
@@ -308,9 +308,9 @@ fn the_loss_of_a_fresh_model_is_that_of_guessing() {
 /// those in 16 bits. The bound here is that between bf16 and f32 above: 1 % at every step, and half
 /// of it at the end.
 ///
-/// A row of 8-bit integers has steps of 1/127 of its largest number, and numbers of a row are mostly
-/// within a quarter of that: errors are like those of E4M3. Wortsman et al. (2023, figure 1) find
-/// SwitchBack's accuracy within 0.1 points of bf16's.
+/// A row of 8-bit integers has steps of 1/127 of its largest number, and numbers of a row are
+/// mostly within a quarter of that: errors are like those of E4M3. Wortsman et al. (2023, figure 1)
+/// find SwitchBack's accuracy within 0.1 points of bf16's.
 #[test]
 fn eight_bits_follow_bf16_for_150_steps() {
     for (recipe, family) in [

@@ -51,9 +51,9 @@ section! {
         /// steps. Unset: 0.
         #[elsewhere("margin")]
         fp8_margin: Option<u64> = None;
-        /// Multiply the linear layers of the blocks in 8-bit integers, forward and for the gradients
-        /// of their inputs: about twice as fast as bf16 on processors with AVX-512 VNNI. See
-        /// docs/training.md.
+        /// Multiply the linear layers of the blocks in 8-bit integers, forward and for the
+        /// gradients of their inputs: about twice as fast as bf16 on processors with AVX-512 VNNI.
+        /// See docs/training.md.
         #[elsewhere("int8_mixed_precision_training", "switchback", "use_int8")]
         int8: Int8Recipe = Int8Recipe::Off;
         /// f16: the first loss scale, a power of two. Unset: 65536.

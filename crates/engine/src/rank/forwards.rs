@@ -6,7 +6,7 @@ use crate::state::lock;
 use crate::{EngineError, Result};
 use std::sync::Arc;
 use trainyard_autograd::functions::RowExchange;
-use trainyard_autograd::{Tape, Var};
+use trainyard_autograd::{Policy, RandomKey, Tape, Var};
 use trainyard_model::{Forward, Output};
 
 impl Rank {
@@ -94,6 +94,21 @@ impl Rank {
     fn reads(&self, unit: usize) -> impl Iterator<Item = usize> {
         let borrowed = self.model.units()[unit].borrowed().iter().map(|id| id.unit as usize);
         [unit].into_iter().chain(borrowed)
+    }
+
+    /// Makes evaluation and generation round the inputs of the blocks' layers to 8 bits, as the
+    /// files of some models say.
+    pub fn round_inputs(&mut self) {
+        self.rounded_inputs = crate::fp8::layers(&self.model).into_iter().collect();
+    }
+
+    /// A tape for a forward that is not trained on.
+    pub fn inference_tape(&self) -> Tape<'_> {
+        let tape = Tape::new(&self.device, &self.parameters, Policy::Nothing, RandomKey::default());
+        match self.rounded_inputs.is_empty() {
+            true => tape,
+            false => tape.with_rounded_inputs(&self.rounded_inputs),
+        }
     }
 
     /// Joins a forward of the other ranks without a batch. In a shard group it only takes part in

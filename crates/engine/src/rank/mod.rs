@@ -61,7 +61,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use step::RunningStep;
-use trainyard_autograd::{ParamId, Policy, RandomKey, Tape};
+use trainyard_autograd::ParamId;
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Batch, ContextSplit, Model, TensorSplit, UnitLayout};
 use trainyard_program::{Action, Axis, BlockCodec, Codec, Encoding, Instruction, Lane, Program};
@@ -278,21 +278,6 @@ impl Rank {
         let state = (Arc::new(Optimizer::none(device)), tiers);
         let gradients = GradientState::none(device);
         Ok(Rank::assemble(device, model, parameters, gradients, state, core, Links::default(), DType::F32, 0))
-    }
-
-    /// Makes evaluation and generation round the inputs of the blocks' layers to 8 bits, as the files
-    /// of some models say.
-    pub fn round_inputs(&mut self) {
-        self.rounded_inputs = crate::fp8::layers(&self.model).into_iter().collect();
-    }
-
-    /// A tape for a forward that is not trained on.
-    pub fn inference_tape(&self) -> Tape<'_> {
-        let tape = Tape::new(&self.device, &self.parameters, Policy::Nothing, RandomKey::default());
-        match self.rounded_inputs.is_empty() {
-            true => tape,
-            false => tape.with_rounded_inputs(&self.rounded_inputs),
-        }
     }
 
     fn assemble(

@@ -2,8 +2,8 @@
 //!
 //! `scale = max |x| / 127` over the row, and a code is `x (127 / max |x|)` in `f32`, rounded to
 //! nearest, ties to even ("vector-wise" quantization; Dettmers et al. 2022, section 2.2). A row
-//! whose largest magnitude is below 2^-119 becomes zeros. One with a NaN or an infinity gets a scale
-//! that is none, so that no product with it is finite.
+//! whose largest magnitude is below 2^-119 becomes zeros. One with a NaN or an infinity gets a
+//! scale that is none, so that no product with it is finite.
 //!
 //! A matrix is coded as it lies, or transposed, with scales for its columns: products sum along
 //! rows of codes, and a weight is summed along either side. Traffic: an element read twice, the

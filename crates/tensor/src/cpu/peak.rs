@@ -31,8 +31,8 @@ pub struct Peaks {
     pub bf16_flops: f64,
     /// The instruction behind `bf16_flops`.
     pub bf16_instruction: Instruction,
-    /// The same of products of codes of eight bits: of AMX or `vpdpbusd`, or of `f32` where both are
-    /// missing.
+    /// The same of products of codes of eight bits: of AMX or `vpdpbusd`, or of `f32` where both
+    /// are missing.
     pub int8_flops: f64,
     /// The instruction behind `int8_flops`.
     pub int8_instruction: Instruction,
@@ -295,7 +295,8 @@ mod x86 {
         };
     }
     tiles!(
-        /// Six accumulators of `tdpbf16ps` on tiles of zeros; returns the operations of one repetition.
+        /// Six accumulators of `tdpbf16ps` on tiles of zeros; returns the operations of one
+        /// repetition.
         tiles, "tdpbf16ps", 32
     );
     tiles!(

@@ -1,10 +1,10 @@
 //! Linear layers whose forward and input gradient multiply integers of eight bits (SwitchBack,
-//! Wortsman et al. 2023): the operands are coded with a scale for each row, the weight on either side
-//! by what is summed over. Gradients of weights and biases are those of [`super::linear`], of
+//! Wortsman et al. 2023): the operands are coded with a scale for each row, the weight on either
+//! side by what is summed over. Gradients of weights and biases are those of [`super::linear`], of
 //! operands that are not rounded.
 //!
-//! Codes are made anew in every call, and depend on nothing but the operand. So there is no state, and
-//! a recomputed forward has the bits of the first. On the CPU only.
+//! Codes are made anew in every call, and depend on nothing but the operand. So there is no state,
+//! and a recomputed forward has the bits of the first. On the CPU only.
 
 use super::linear::{checked, forward_form, product_cost};
 use super::same_dtype;

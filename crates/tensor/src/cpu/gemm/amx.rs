@@ -1,5 +1,5 @@
-//! Products of `bf16` on AMX tiles, with a loop nest of their own. Codes of eight bits take the same
-//! way, two of them in the place of a `bf16`.
+//! Products of `bf16` on AMX tiles, with a loop nest of their own. Codes of eight bits take the
+//! same way, two of them in the place of a `bf16`.
 //!
 //! Tiles multiply 16 times as fast as vectors do in `f32`, while caches and memory are no faster. A
 //! core of Emerald Rapids multiplies 2.8 TFLOP/s, reads 120 GB/s from L2 but only 27 from L3, 150

@@ -1,9 +1,9 @@
 //! The register kernel on codes of eight bits: AVX-512 with `vpdpbusd`.
 //!
 //! Each lane multiplies four codes of the left operand, without a sign, by four of the right one,
-//! with a sign, and adds the products to an `i32` sum, which wraps. So a word carries four elements:
-//! twice as many as [`super::avx512_bf16`]'s, at as many instructions a cycle or more. The tile, 14
-//! x 32, is the one of `f32`.
+//! with a sign, and adds the products to an `i32` sum, which wraps. So a word carries four
+//! elements: twice as many as [`super::avx512_bf16`]'s, at as many instructions a cycle or more.
+//! The tile, 14 x 32, is the one of `f32`.
 
 use super::driver::Tiles;
 use super::fma::{Lanes, tiles};

@@ -1,10 +1,11 @@
-//! Products of codes of eight bits ([`crate::cpu::int8`]): the sums are integers, and a finished one
-//! is multiplied by the scales of its row and column before anything else is done with it.
+//! Products of codes of eight bits ([`crate::cpu::int8`]): the sums are integers, and a finished
+//! one is multiplied by the scales of its row and column before anything else is done with it.
 //!
 //! With `vpdpbusd` and `tdpbssd` sums are exact. The left operand of the former has no sign, so 128
-//! is added to each left code, and 128 times the sum of its right codes is taken from a finished sum. The `i32`
-//! sums travel as the bits of `f32`, between which the loop nests see no difference. Without either
-//! instruction codes are widened to `f32` when packed; sums are then exact up to 2^24.
+//! is added to each left code, and 128 times the sum of its right codes is taken from a finished
+//! sum. The `i32` sums travel as the bits of `f32`, between which the loop nests see no difference.
+//! Without either instruction codes are widened to `f32` when packed; sums are then exact up to
+//! 2^24.
 
 use super::driver::{self, Operand, Product, Rung};
 use super::epilogue::{Forward, InputGradient, Out, Sink, Target};

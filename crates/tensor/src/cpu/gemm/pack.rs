@@ -13,7 +13,7 @@
 use super::driver::{A_STRIDE, Operand, Rung};
 use crate::dtype::{DType, Element};
 
-/// What products multiply: a float, or a code of eight bits in two's complement.
+/// An operand of a multiplication: a float, or a code of eight bits in two's complement.
 pub(super) trait Factor: Copy + Send + Sync + 'static {
     /// Its type; that of codes is `U8`.
     const DTYPE: DType;

@@ -59,8 +59,8 @@ unsafe impl Sync for Source<'_> {}
 unsafe impl Send for Source<'_> {}
 
 impl<'a> Source<'a> {
-    /// All of an operand with `outer` rows or columns and `k` shared indices. Elements have 16 bits,
-    /// or are pairs of 8 bits along the shared index.
+    /// All of an operand with `outer` rows or columns and `k` shared indices. Elements have 16
+    /// bits, or are pairs of 8 bits along the shared index.
     pub fn new<T>(role: Role, operand: &Operand<'a, T>, outer: usize, k: usize) -> Self {
         let width = 2 / size_of::<T>();
         let paired = operand.along_k && k.is_multiple_of(width) && operand.stride.is_multiple_of(width);
