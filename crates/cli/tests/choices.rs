@@ -6,7 +6,9 @@ mod common;
 use common::{Folder, Ran};
 use serde_json::Value;
 use trainyard_sim::MachineProfile;
-use trainyard_sim::machine::{Disk, FORMAT, Gpu, Interference, Machine, Overheads, Processes, Speeds, Transfers};
+use trainyard_sim::machine::{
+    Disk, FORMAT, Gpu, Interference, KernelCurve, Machine, Overheads, Point, Processes, Speeds, Transfers,
+};
 
 /// A profile of this machine without a curve: every kernel is priced as a copy of its bytes.
 fn profile() -> MachineProfile {
@@ -371,6 +373,45 @@ fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_th
 
 /// Plans of a model of images know its classes and what preparing the images costs; the run that is
 /// picked predicts the same, and its summary has the price.
+/// Products of 8-bit integers change the result, so they are named beside the plans, and are no
+/// plan of their own.
+#[test]
+fn what_8_bit_integers_would_gain_is_said_where_they_were_measured() {
+    let folder = folder();
+    let plan = |more: &[&str]| run(&folder, &[&["plan", "c.toml", "--set", "model.dim=256"], more].concat()).ok();
+    assert!(!plan(&[]).stdout.contains("precision.int8"), "nothing was measured");
+    let mut profile = profile();
+    for kernel in ["linear_int8", "linear_int8_input_gradient", "int8_encode", "int8_encode transposed"] {
+        for dtype in ["f32", "bf16"] {
+            let dims = if kernel.starts_with("linear") { vec![64.0; 3] } else { vec![64.0; 2] };
+            let speeds = profile.speeds;
+            let point = Point {
+                dims,
+                flops: 5e5,
+                bytes: 1e4,
+                seconds: 1e-8,
+                product_flops: speeds.flops(dtype),
+                copy_bytes_per_s: speeds.copy_bytes_per_s,
+            };
+            let (kernel, dtype) = (kernel.to_owned(), dtype.to_owned());
+            profile.kernels.push(KernelCurve { kernel, dtype, ranks: 1, threads: 1, points: vec![point] });
+        }
+    }
+    profile.save(&folder.join("machine.toml")).unwrap();
+    let shown = plan(&[]).stdout;
+    assert!(
+        shown.contains("more precision.int8=switchback: ") && shown.contains(" times as fast; it rounds"),
+        "{shown}"
+    );
+    let plans: Value = serde_json::from_str(&plan(&["--json"]).stdout).unwrap();
+    let [lever] = &plans["levers"].as_array().unwrap()[..] else { panic!("{plans}") };
+    assert!(lever["step_s"].as_f64() < plans["plans"][0]["step_s"].as_f64() && lever["step_s"].as_f64() > Some(0.0));
+    // Chosen, or ruled out by hand, it is no news.
+    for set in ["precision.int8=switchback", "precision.int8=off", "parallel.tensor_parallel_degree=2"] {
+        assert!(!plan(&["--set", set]).stdout.contains("more precision.int8"), "{set}");
+    }
+}
+
 #[test]
 fn plans_of_images_count_their_preparation() {
     let folder = folder();

@@ -65,6 +65,7 @@ pub fn measure(cpu: &Cpu) -> Peaks {
     let int8 = match Rung::choose(cpu.isa, DType::U8) {
         Rung::AmxInt8 => Instruction::IntegerTiles,
         Rung::Avx512Vnni => Instruction::DotQuads,
+        Rung::Avx2Int8 => Instruction::MultiplyBytes,
         _ => Instruction::MultiplyAdd,
     };
     let int8_flops = if int8 == Instruction::MultiplyAdd { f32_flops } else { fastest(cpu, int8, ROUNDS, ROUND_S) };
@@ -108,6 +109,8 @@ impl Peaks {
 pub enum Instruction {
     /// `f32` multiply-add, of the widest vectors there are.
     MultiplyAdd,
+    /// `vpmaddubsw`, with what makes sums of 32 bits of it.
+    MultiplyBytes,
     /// `vpdpbusd`
     DotQuads,
     /// `vdpbf16ps`
@@ -125,6 +128,9 @@ fn repeat(isa: Isa, instruction: Instruction, times: usize) -> f64 {
     match instruction {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the CPU has the instruction.
+        Instruction::MultiplyBytes if isa >= Isa::Avx2 => unsafe { x86::multiply_bytes(times) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
         Instruction::DotQuads if isa >= Isa::Avx512 && super::isa::has_vnni() => unsafe { x86::dot_quads(times) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
@@ -212,6 +218,61 @@ fn apart<S: Simd>(s: S, times: usize) -> f64 {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::asm;
+
+    /// 8 chains of a product of bytes and its sum in 32 bits, as products of codes need them;
+    /// returns the operations of one repetition.
+    ///
+    /// # Safety
+    /// The CPU must have AVX2.
+    pub(super) unsafe fn multiply_bytes(times: usize) -> f64 {
+        macro_rules! product {
+            ($sum:literal, $scratch:literal) => {
+                concat!(
+                    "vpsignb ",
+                    $scratch,
+                    ", ymm9, ymm8\n",
+                    "vpmaddubsw ",
+                    $scratch,
+                    ", ymm8, ",
+                    $scratch,
+                    "\n",
+                    "vpmaddwd ",
+                    $scratch,
+                    ", ",
+                    $scratch,
+                    ", ymm10\n",
+                    "vpaddd ",
+                    $sum,
+                    ", ",
+                    $sum,
+                    ", ",
+                    $scratch
+                )
+            };
+        }
+        // SAFETY: registers alone, on whose content nothing depends.
+        unsafe {
+            asm!(
+                "test {times}, {times}",
+                "jz 3f",
+                "2:",
+                product!("ymm0", "ymm11"), product!("ymm1", "ymm12"),
+                product!("ymm2", "ymm13"), product!("ymm3", "ymm14"),
+                product!("ymm4", "ymm11"), product!("ymm5", "ymm12"),
+                product!("ymm6", "ymm13"), product!("ymm7", "ymm14"),
+                "dec {times}",
+                "jnz 2b",
+                "3:",
+                times = inout(reg) times => _,
+                out("ymm0") _, out("ymm1") _, out("ymm2") _, out("ymm3") _,
+                out("ymm4") _, out("ymm5") _, out("ymm6") _, out("ymm7") _,
+                out("ymm8") _, out("ymm9") _, out("ymm10") _, out("ymm11") _,
+                out("ymm12") _, out("ymm13") _, out("ymm14") _,
+                options(nomem, nostack),
+            );
+        }
+        (8 * 8 * 8) as f64
+    }
 
     /// 12 chains of `vpdpbusd`; returns the operations of one repetition.
     ///

@@ -2,6 +2,7 @@
 //! `trainyard calibrate`.
 
 use super::{Args, fixed, formats, quoted};
+use crate::choose::Lever;
 use crate::commands::config::resolve_for;
 use crate::output::{count, note, print};
 use crate::{choose, forecast};
@@ -87,8 +88,9 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
         std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))?;
         note(&format!("wrote {}", file.display()));
     }
+    let lever = ways.fitting.first().and_then(|best| choose::int8(best, &load, profile, &inputs));
     if args.json {
-        return print(format_args!("{:#}\n", to_json(&ways, tokens)));
+        return print(format_args!("{:#}\n", to_json(&ways, tokens, lever.as_ref())));
     }
     ways.best()?;
     let parameters = Architecture::from(&model_spec(&base)?).parameters();
@@ -104,6 +106,13 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
         &format!("\n{fit} runnable plans fit, {large} do not; times are predicted at the speeds of the calibration\n");
     for (number, reason) in ways.reasons().iter().enumerate() {
         text += &format!("{:<5}{reason}\n", if number == 0 { "why" } else { "" });
+    }
+    if let (Some(Lever { set, step_s, effect }), Some(best)) = (&lever, ways.fitting.first()) {
+        text += &format!(
+            "more {set}: {:.2} ms a step for plan 1, {:.2} times as fast; {effect}\n",
+            1e3 * step_s,
+            best.step_s / step_s
+        );
     }
     if args.show.is_some() {
         text += &format!("\n{}", shown(&ways)?.text);
@@ -238,7 +247,7 @@ impl Shown {
     }
 }
 
-fn to_json(ways: &Ways, tokens: u64) -> Value {
+fn to_json(ways: &Ways, tokens: u64, lever: Option<&Lever>) -> Value {
     let way = |way: &Way| {
         json!({
             "layout": way.layout,
@@ -259,5 +268,6 @@ fn to_json(ways: &Ways, tokens: u64) -> Value {
         "plans": ways.fitting.iter().map(way).collect::<Vec<_>>(),
         "too_large": ways.too_large.iter().map(way).collect::<Vec<_>>(),
         "reasons": ways.reasons(),
+        "levers": lever.map(|lever| json!({"set": lever.set, "step_s": lever.step_s, "effect": lever.effect})).as_slice(),
     })
 }

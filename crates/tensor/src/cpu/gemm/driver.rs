@@ -69,6 +69,8 @@ pub enum Rung {
     Portable,
     /// `f32` with AVX2 and FMA.
     Avx2,
+    /// Codes of eight bits with AVX2, by `vpmaddubsw`.
+    Avx2Int8,
     /// `f32` with AVX-512.
     Avx512,
     /// Codes of eight bits, four at a time, with `vpdpbusd`.
@@ -90,8 +92,10 @@ impl Rung {
     /// widening is twice as fast. On Zen 4 it is the other way round.
     pub fn choose(isa: Isa, dtype: DType) -> Rung {
         match (isa, dtype) {
-            (Isa::AmxBf16, DType::U8) if has_amx_int8() => Rung::AmxInt8,
+            // Odd depths take the way of vectors.
+            (Isa::AmxBf16, DType::U8) if has_amx_int8() && has_vnni() => Rung::AmxInt8,
             (isa, DType::U8) if isa >= Isa::Avx512 && has_vnni() => Rung::Avx512Vnni,
+            (Isa::Avx2, DType::U8) => Rung::Avx2Int8,
             (Isa::AmxBf16, DType::BF16) => Rung::AmxBf16,
             (Isa::Avx512Bf16, DType::BF16) if pairs_are_fast() => Rung::Avx512Bf16,
             (Isa::Portable, _) => Rung::Portable,
@@ -103,6 +107,7 @@ impl Rung {
     /// The instruction that multiplies codes of eight bits, if there is one for them.
     pub fn name_of_codes(self) -> Option<&'static str> {
         match self {
+            Rung::Avx2Int8 => Some("vpmaddubsw"),
             Rung::Avx512Vnni => Some("vpdpbusd"),
             Rung::AmxInt8 => Some("tdpbssd"),
             _ => None,
@@ -113,7 +118,7 @@ impl Rung {
     pub(super) fn width(self) -> usize {
         match self {
             Rung::Portable | Rung::Avx2 | Rung::Avx512 => 1,
-            Rung::Avx512Vnni | Rung::AmxInt8 => 4,
+            Rung::Avx2Int8 | Rung::Avx512Vnni | Rung::AmxInt8 => 4,
             Rung::Avx512Bf16 | Rung::AmxBf16 => 2,
         }
     }
@@ -127,6 +132,7 @@ impl Rung {
     pub(super) fn tile(self) -> (usize, usize) {
         match self {
             Rung::Portable => (4, 8),
+            Rung::Avx2Int8 => (4, 16),
             Rung::Avx2 => (6, 16),
             Rung::Avx512 | Rung::Avx512Vnni | Rung::Avx512Bf16 => (14, 32),
             Rung::AmxBf16 | Rung::AmxInt8 => unreachable!("tiles have their own loop nest"),
@@ -519,6 +525,8 @@ unsafe fn run_panel(rung: Rung, rows: usize, tiles: &Tiles) {
             Rung::Portable => super::fma::portable(rows, tiles),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx2 => super::fma::avx2(rows, tiles),
+            #[cfg(target_arch = "x86_64")]
+            Rung::Avx2Int8 => super::avx2_int8::panel(rows, tiles),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx512 => super::fma::avx512(rows, tiles),
             #[cfg(target_arch = "x86_64")]

@@ -1,11 +1,11 @@
 //! Products of codes of eight bits ([`crate::cpu::int8`]): the sums are integers, and a finished
 //! one is multiplied by the scales of its row and column before anything else is done with it.
 //!
-//! With `vpdpbusd` and `tdpbssd` sums are exact. The left operand of the former has no sign, so 128
-//! is added to each left code, and 128 times the sum of its right codes is taken from a finished
-//! sum. The `i32` sums travel as the bits of `f32`, between which the loop nests see no difference.
-//! Without either instruction codes are widened to `f32` when packed; sums are then exact up to
-//! 2^24.
+//! With `vpdpbusd`, `tdpbssd` and AVX2's `vpmaddubsw` sums are exact. The left operand of the
+//! first has no sign, so 128 is added to each left code, and 128 times the sum of its right codes
+//! is taken from a finished sum. The `i32` sums travel as the bits of `f32`, between which the loop
+//! nests see no difference. Without these instructions codes are widened to `f32` when packed; sums
+//! are then exact up to 2^24.
 
 use super::driver::{self, Operand, Product, Rung};
 use super::epilogue::{Forward, InputGradient, Out, Sink, Target};
@@ -68,7 +68,9 @@ fn product<K: Sink>(cpu: &Cpu, left: Codes, right: Codes, sink: &K) {
         Rung::AmxInt8 if !depth.is_multiple_of(2) => {
             run(Rung::Avx512Vnni, cpu, left, right, Scaled::<K, OFFSET_INTEGERS> { left, right, sink })
         }
-        rung @ Rung::AmxInt8 => run(rung, cpu, left, right, Scaled::<K, INTEGERS> { left, right, sink }),
+        rung @ (Rung::Avx2Int8 | Rung::AmxInt8) => {
+            run(rung, cpu, left, right, Scaled::<K, INTEGERS> { left, right, sink })
+        }
         rung @ Rung::Avx512Vnni => run(rung, cpu, left, right, Scaled::<K, OFFSET_INTEGERS> { left, right, sink }),
         rung => run(rung, cpu, left, right, Scaled::<K, FLOATS> { left, right, sink }),
     }

@@ -33,6 +33,8 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
+mod avx2_int8;
+#[cfg(target_arch = "x86_64")]
 mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
 mod avx512_vnni;

@@ -66,6 +66,7 @@ pub(super) unsafe fn left<T: Factor>(
             Rung::Avx512Bf16 => x86::left::<T, 2>(src, row, rows, k, depth, a),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx2 => x86::left_avx2(src, row, rows, k, depth, a),
+            Rung::Avx2Int8 => left_quads(src, row, rows, k, depth, a),
             _ => left_plain(src, row, rows, k, depth, a),
         }
     }
@@ -101,6 +102,7 @@ pub(super) unsafe fn right<T: Factor>(
             Rung::Avx512Bf16 => x86::right::<T, 2>(src, col, cols, padded_cols, k, depth, b),
             #[cfg(target_arch = "x86_64")]
             Rung::Avx2 => x86::right_avx2(src, col, cols, padded_cols, k, depth, b),
+            Rung::Avx2Int8 => right_quads(src, col, cols, padded_cols, k, depth, b),
             _ => right_plain(src, col, cols, padded_cols, k, depth, b),
         }
     }
@@ -172,6 +174,67 @@ unsafe fn right_plain<T: Factor>(
                 for (d, s) in word_row.iter_mut().zip(src) {
                     *d = s.to_f32();
                 }
+            }
+        }
+    }
+}
+
+/// Codes in a word.
+const QUAD: usize = 4;
+
+/// [`left`] of codes into words of four, in plain Rust.
+///
+/// # Safety
+/// As [`left`]; the elements must be codes, which lie along the shared index.
+unsafe fn left_quads<T: Factor>(src: &Operand<T>, row: usize, rows: usize, k: usize, depth: usize, a: *mut u32) {
+    assert!(size_of::<T>() == 1 && src.along_k, "codes lie along the shared index");
+    let padded = QUAD * depth.div_ceil(QUAD).next_multiple_of(16);
+    for i in 0..rows {
+        // SAFETY: row `i` of the panel, and the part that the operand holds.
+        unsafe {
+            let to = a.add(i * A_STRIDE).cast::<u8>();
+            to.copy_from_nonoverlapping(src.at(row + i, k).cast(), depth);
+            to.add(depth).write_bytes(0, padded - depth);
+        }
+    }
+}
+
+/// [`right`] of codes into panels of 8 words of four, in plain Rust.
+///
+/// # Safety
+/// As [`right`]; the elements must be codes, which lie along the shared index.
+unsafe fn right_quads<T: Factor>(
+    src: &Operand<T>,
+    col: usize,
+    cols: usize,
+    padded_cols: usize,
+    k: usize,
+    depth: usize,
+    b: *mut u32,
+) {
+    const LANES: usize = 8;
+    assert!(size_of::<T>() == 1 && src.along_k, "codes lie along the shared index");
+    let padded = depth.div_ceil(QUAD).next_multiple_of(16);
+    for first in (0..padded_cols).step_by(LANES) {
+        let lanes = cols.saturating_sub(first).min(LANES);
+        // SAFETY: the panel of these columns.
+        let panel = unsafe { std::slice::from_raw_parts_mut(b.add(first * padded), LANES * padded) };
+        if lanes < LANES {
+            panel.fill(0);
+        } else {
+            panel[LANES * (depth / QUAD)..].fill(0);
+        }
+        for lane in 0..lanes {
+            // SAFETY: the operand holds the part, whose elements are bytes.
+            let codes: &[u8] = unsafe { std::slice::from_raw_parts(src.at(col + first + lane, k).cast(), depth) };
+            let (words, rest) = codes.as_chunks::<QUAD>();
+            for (to, word) in panel[lane..].iter_mut().step_by(LANES).zip(words) {
+                *to = u32::from_le_bytes(*word);
+            }
+            if !rest.is_empty() {
+                let mut word = [0; QUAD];
+                word[..rest.len()].copy_from_slice(rest);
+                panel[LANES * words.len() + lane] = u32::from_le_bytes(word);
             }
         }
     }

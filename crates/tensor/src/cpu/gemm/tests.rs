@@ -14,6 +14,9 @@ fn rungs(dtype: DType) -> Vec<Rung> {
     let mut rungs = vec![Rung::Portable];
     if best >= Isa::Avx2 {
         rungs.push(Rung::Avx2);
+        if dtype == DType::U8 {
+            rungs.push(Rung::Avx2Int8);
+        }
     }
     if best >= Isa::Avx512 {
         rungs.push(Rung::Avx512);
@@ -43,7 +46,7 @@ fn on_every_rung(dtype: DType, mut body: impl FnMut(&Cpu, &str)) {
     for rung in rungs(dtype) {
         let isa = match rung {
             Rung::Portable => Isa::Portable,
-            Rung::Avx2 => Isa::Avx2,
+            Rung::Avx2 | Rung::Avx2Int8 => Isa::Avx2,
             Rung::Avx512 | Rung::Avx512Vnni => Isa::Avx512,
             Rung::Avx512Bf16 => Isa::Avx512Bf16,
             Rung::AmxBf16 | Rung::AmxInt8 => Isa::AmxBf16.min(Isa::detect()),

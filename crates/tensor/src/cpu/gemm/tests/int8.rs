@@ -41,7 +41,7 @@ fn sum(left: &[i8], right: &[i8]) -> (i64, i64) {
 /// The largest error of a scaled sum: three roundings where sums are integers, else those of the
 /// sum as well.
 fn bound(rung: &str, k: usize, magnitude: f64) -> f64 {
-    let of_sum = if rung == "Avx512Vnni" || rung == "AmxInt8" { 0.0 } else { sum_bound(k, magnitude) };
+    let of_sum = if ["Avx2Int8", "Avx512Vnni", "AmxInt8"].contains(&rung) { 0.0 } else { sum_bound(k, magnitude) };
     of_sum + 3.01 * 2f64.powi(-24) * magnitude
 }
 
