@@ -8,8 +8,8 @@
 //! are then exact up to 2^24.
 
 use super::driver::{self, Operand, Product, Rung};
-use super::epilogue::{Forward, InputGradient, Out, Sink, Target};
-use super::{Epilogue, GradientEpilogue, MatMut, MatRef, expect_shape};
+use super::epilogue::{Sink, Target};
+use super::{Epilogue, GradientEpilogue, MatMut, MatRef, forward_sink, input_gradient_sink};
 use crate::cpu::Cpu;
 use crate::cpu::int8::Codes;
 use crate::cpu::simd::Simd;
@@ -20,24 +20,7 @@ pub const DEPTH_MAX: usize = 1 << 17;
 
 /// `y = act(x wᵀ + bias) + residual`: `x [M, K]` and `w [N, K]` in codes, `y [M, N]`.
 pub fn forward_int8<T: Element>(cpu: &Cpu, x: Codes, w: Codes, epilogue: Epilogue<T>, y: MatMut<T>) {
-    let (m, n) = (x.rows(), w.rows());
-    expect_shape("the output", (y.rows, y.cols), (m, n));
-    if let Some(bias) = epilogue.bias {
-        assert!(bias.len() == n, "a bias of {} elements for {n} outputs", bias.len());
-    }
-    if let Some(pre) = &epilogue.pre_activation {
-        expect_shape("the pre-activation", (pre.rows, pre.cols), (m, n));
-    }
-    if let Some(residual) = &epilogue.residual {
-        expect_shape("the residual", (residual.rows, residual.cols), (m, n));
-    }
-    let sink = Forward {
-        bias: epilogue.bias,
-        activation: epilogue.activation,
-        pre_activation: epilogue.pre_activation.map(Out::new),
-        residual: epilogue.residual,
-        y: Out::new(y),
-    };
+    let sink = forward_sink((x.rows(), w.rows()), epilogue, y);
     product(cpu, x, w, &sink);
 }
 
@@ -49,12 +32,7 @@ pub fn input_gradient_int8<T: Element>(
     epilogue: GradientEpilogue<T>,
     dx: MatMut<T>,
 ) {
-    let (m, k) = (dy.rows(), w_transposed.rows());
-    expect_shape("the input gradient", (dx.rows, dx.cols), (m, k));
-    if let Some((_, pre)) = &epilogue.activation {
-        expect_shape("the pre-activation", (pre.rows, pre.cols), (m, k));
-    }
-    let sink = InputGradient { activation: epilogue.activation, accumulate: epilogue.accumulate, dx: Out::new(dx) };
+    let sink = input_gradient_sink((dy.rows(), w_transposed.rows()), epilogue, dx);
     product(cpu, dy, w_transposed, &sink);
 }
 

@@ -277,12 +277,13 @@ fn expect_shape(what: &str, found: (usize, usize), wanted: (usize, usize)) {
     assert!(found == wanted, "{what} is {found:?}, the other operands make it {wanted:?}");
 }
 
-/// `y = act(x wᵀ + bias) + residual`: `x [M, K]`, `w [N, K]`, `y [M, N]`.
-///
-/// `y` may have another type than the operands: logits of a `bf16` model can be had in `f32`.
-pub fn forward<T: Element, O: Element>(cpu: &Cpu, x: MatRef<T>, w: Weight<T>, epilogue: Epilogue<T>, y: MatMut<O>) {
-    let (m, k, n) = (x.rows, x.cols, w.plain.rows);
-    expect_shape("the weight", (n, w.plain.cols), (n, k));
+/// The sink of a forward's sums `[M, N]`.
+#[track_caller]
+fn forward_sink<'a, T: Element, O: Element>(
+    (m, n): (usize, usize),
+    epilogue: Epilogue<'a, T>,
+    y: MatMut<'a, O>,
+) -> Forward<'a, T, O> {
     expect_shape("the output", (y.rows, y.cols), (m, n));
     if let Some(bias) = epilogue.bias {
         assert!(bias.len() == n, "a bias of {} elements for {n} outputs", bias.len());
@@ -293,13 +294,36 @@ pub fn forward<T: Element, O: Element>(cpu: &Cpu, x: MatRef<T>, w: Weight<T>, ep
     if let Some(residual) = &epilogue.residual {
         expect_shape("the residual", (residual.rows, residual.cols), (m, n));
     }
-    let sink = Forward {
+    Forward {
         bias: epilogue.bias,
         activation: epilogue.activation,
         pre_activation: epilogue.pre_activation.map(Out::new),
         residual: epilogue.residual,
         y: Out::new(y),
-    };
+    }
+}
+
+/// The sink of an input gradient's sums `[M, K]`.
+#[track_caller]
+fn input_gradient_sink<'a, T: Element>(
+    (m, k): (usize, usize),
+    epilogue: GradientEpilogue<'a, T>,
+    dx: MatMut<'a, T>,
+) -> InputGradient<'a, T> {
+    expect_shape("the input gradient", (dx.rows, dx.cols), (m, k));
+    if let Some((_, pre)) = &epilogue.activation {
+        expect_shape("the pre-activation", (pre.rows, pre.cols), (m, k));
+    }
+    InputGradient { activation: epilogue.activation, accumulate: epilogue.accumulate, dx: Out::new(dx) }
+}
+
+/// `y = act(x wᵀ + bias) + residual`: `x [M, K]`, `w [N, K]`, `y [M, N]`.
+///
+/// `y` may have another type than the operands: logits of a `bf16` model can be had in `f32`.
+pub fn forward<T: Element, O: Element>(cpu: &Cpu, x: MatRef<T>, w: Weight<T>, epilogue: Epilogue<T>, y: MatMut<O>) {
+    let (m, k, n) = (x.rows, x.cols, w.plain.rows);
+    expect_shape("the weight", (n, w.plain.cols), (n, k));
+    let sink = forward_sink((m, n), epilogue, y);
     if m <= vector::ROWS_MAX {
         vector::product(cpu, x, w.plain, &sink);
     } else {
@@ -317,11 +341,7 @@ pub fn input_gradient<T: Element>(
 ) {
     let (m, n, k) = (dy.rows, dy.cols, w.plain.cols);
     expect_shape("the weight", (w.plain.rows, k), (n, k));
-    expect_shape("the input gradient", (dx.rows, dx.cols), (m, k));
-    if let Some((_, pre)) = &epilogue.activation {
-        expect_shape("the pre-activation", (pre.rows, pre.cols), (m, k));
-    }
-    let sink = InputGradient { activation: epilogue.activation, accumulate: epilogue.accumulate, dx: Out::new(dx) };
+    let sink = input_gradient_sink((m, k), epilogue, dx);
     driver::product(cpu, (m, k, n), Operand::rows(dy), Operand::cols(w.plain), &sink);
 }
 
