@@ -13,7 +13,7 @@ use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
 use trainyard_tensor::ops::experts::{BalanceFactors, EXCESS_UNIT, Gate, Groups, Router};
 use trainyard_tensor::ops::{
-    ContextSegments, Distillation, Divergence, HeadLayout, Segments, TablePart, TeacherLogits,
+    ContextSegments, CrossSegments, Distillation, Divergence, HeadLayout, Segments, TablePart, TeacherLogits,
 };
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
@@ -136,6 +136,25 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                     example(&[&[6, 24], &[12, 24]], &[], move |t, x| t.context_attention(&x[0], &x[1], spec, &segments))
                 })
                 .collect()
+        }
+        "biased_attention" => {
+            let segments = Segments::new(&[0, 4, 5, 9]).unwrap();
+            let table = [spec.heads, 11];
+            [spec, AttentionSpec { causal: false, ..spec }]
+                .into_iter()
+                .map(|spec| {
+                    let segments = segments.clone();
+                    example(&[&[9, layout.columns()], &table], &[], move |t, x| {
+                        t.biased_attention(&x[0], &x[1], spec, &segments)
+                    })
+                })
+                .collect()
+        }
+        "cross_attention" => {
+            let of = |bounds| Segments::new(bounds).unwrap();
+            let segments = CrossSegments::new(of(&[0, 2, 5]), of(&[0, 6, 7])).unwrap();
+            let spec = AttentionSpec { causal: false, ..spec };
+            vec![example(&[&[5, 24], &[7, 24]], &[], move |t, x| t.cross_attention(&x[0], &x[1], spec, &segments))]
         }
         "split_columns" => vec![
             example(&[&[5, 7]], &[], |t, x| {

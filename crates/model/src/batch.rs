@@ -4,6 +4,9 @@
 //! each, `[0, …, m]`, and attention stays within them. There is no padding and no mask, so unequal
 //! lengths cost nothing.
 //!
+//! For a model with an encoder and a decoder, sequences come in pairs: what the encoder reads, then
+//! what the decoder does. On the device the rows of all encoders' sequences come first ([`Sides`]).
+//!
 //! An image is a sequence too: the position of its class token, then its patches. Its target is its
 //! class, at the position of the class token.
 
@@ -11,7 +14,7 @@ use crate::split::{ContextExchange, ContextSplit};
 use crate::units::PatchEmbedding;
 use crate::{ModelError, Result};
 use std::ops::Range;
-use trainyard_tensor::ops::{ContextSegments, Segments};
+use trainyard_tensor::ops::{ContextSegments, CrossSegments, Segments};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 /// The target of a token that does not count in the loss.
@@ -84,6 +87,64 @@ pub struct Batch {
     pub part: Option<BatchPart>,
     /// The images, each a sequence; None for text.
     pub images: Option<ImageBatch>,
+    /// The rows of encoders and of decoders, for a model that has both.
+    pub sides: Option<Sides>,
+}
+
+/// The sequences of a micro-batch that an encoder and a decoder read. The rows of all encoders'
+/// sequences come before those of all decoders'.
+#[derive(Clone, Debug)]
+pub struct Sides {
+    /// The number of rows of the encoder.
+    pub encoder_rows: usize,
+    /// The bounds of its sequences.
+    pub encoder: Segments,
+    /// The bounds of the decoder's sequences, from its first row on.
+    pub decoder: Segments,
+    /// For each sequence of the decoder, the one of the encoder that it reads.
+    pub cross: CrossSegments,
+}
+
+impl Sides {
+    /// Of sequences that are bounded by `cu_seqlens`: an encoder's, then its decoder's, and so on;
+    /// or one of a decoder alone, whose encoder has run.
+    fn new(cu_seqlens: &[i32]) -> Result<Sides> {
+        let lengths: Vec<i32> = cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let bounds = |lengths: &mut dyn Iterator<Item = i32>| {
+            let mut bounds = vec![0];
+            for length in lengths {
+                bounds.push(bounds[bounds.len() - 1] + length);
+            }
+            Segments::new(&bounds)
+        };
+        if let [one] = lengths[..] {
+            let (none, decoder) = (Segments::new(&[0, 0])?, Segments::new(&[0, one])?);
+            let cross = CrossSegments::new(decoder.clone(), none.clone())?;
+            return Ok(Sides { encoder_rows: 0, encoder: none, decoder, cross });
+        }
+        if !lengths.len().is_multiple_of(2) {
+            return Err(ModelError::Batch(format!(
+                "{} sequences for a model with an encoder and a decoder, which takes pairs of them",
+                lengths.len()
+            )));
+        }
+        let encoder = bounds(&mut lengths.iter().step_by(2).copied())?;
+        let decoder = bounds(&mut lengths.iter().skip(1).step_by(2).copied())?;
+        let cross = CrossSegments::new(decoder.clone(), encoder.clone())?;
+        Ok(Sides { encoder_rows: encoder.tokens(), encoder, decoder, cross })
+    }
+
+    /// The decoder's one sequence over `rows` rows that its encoder has made before.
+    pub(crate) fn over(&self, rows: usize) -> Result<CrossSegments> {
+        Ok(CrossSegments::new(self.decoder.clone(), Segments::new(&[0, rows as i32])?)?)
+    }
+
+    /// The stretches of the rows of `cu_seqlens` in the order of sides.
+    fn order(cu_seqlens: &[i32]) -> Vec<Range<usize>> {
+        let rows = |pair: &[i32]| pair[0] as usize..pair[1] as usize;
+        let all: Vec<Range<usize>> = cu_seqlens.windows(2).map(rows).collect();
+        all.iter().step_by(2).chain(all.iter().skip(1).step_by(2)).cloned().collect()
+    }
 }
 
 /// The images of a micro-batch on the device.
@@ -278,6 +339,7 @@ impl Batch {
                 positions_end,
                 part: None,
                 images: Some(ImageBatch::new(device, slices, images, vocab_size)?),
+                sides: None,
             });
         }
         if context.ranks > 1 {
@@ -300,6 +362,7 @@ impl Batch {
                 positions_end,
                 part: Some(BatchPart { rows, keys }),
                 images: None,
+                sides: None,
             });
         }
         Ok(Batch {
@@ -311,7 +374,48 @@ impl Batch {
             positions_end,
             part: None,
             images: None,
+            sides: None,
         })
+    }
+
+    /// As [`Batch::new`], for a model with an encoder and a decoder: the sequences of `slices` are
+    /// an encoder's, then its decoder's, and so on.
+    ///
+    /// # Errors
+    /// As [`Batch::new`], and sequences that are no pairs.
+    pub fn of_pairs(
+        device: &Device,
+        slices: &BatchSlices<'_>,
+        vocab_size: usize,
+        positions_max: Option<usize>,
+    ) -> Result<Batch> {
+        // The checks, without a second copy.
+        Batch::new(&Device::meta(), slices, vocab_size, positions_max)?;
+        let sides = Sides::new(slices.cu_seqlens)?;
+        let order = Sides::order(slices.cu_seqlens);
+        let sorted = |data: &[i32]| -> Vec<i32> { order.iter().flat_map(|rows| &data[rows.clone()]).copied().collect() };
+        let mut cu_seqlens = vec![0];
+        for rows in &order {
+            cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + rows.len() as i32);
+        }
+        let (tokens, positions) = (sorted(slices.tokens), sorted(slices.positions));
+        let targets = slices.targets.map(sorted);
+        let of_encoder = |targets: &Vec<i32>| targets[..sides.encoder_rows].iter().any(|id| *id != IGNORED);
+        if targets.as_ref().is_some_and(of_encoder) {
+            return Err(ModelError::Batch("a target at a token of the encoder, which predicts none".into()));
+        }
+        let sorted = BatchSlices::of_text(&tokens, targets.as_deref(), &positions, &cu_seqlens);
+        let batch = Batch::new(device, &sorted, vocab_size, positions_max)?;
+        Ok(Batch { sides: Some(sides), ..batch })
+    }
+
+    /// The rows of its encoders and decoders.
+    ///
+    /// # Errors
+    /// A batch that was not made of pairs of sequences.
+    pub fn sides(&self) -> Result<&Sides> {
+        let missing = || ModelError::Batch("a model with an encoder takes pairs of sequences".into());
+        self.sides.as_ref().ok_or_else(missing)
     }
 
     /// The rows of the micro-batch that rows `here` of this batch's tensors are.
@@ -370,12 +474,20 @@ pub struct BatchShape {
     pub patch_len: Option<usize>,
     /// True if images are mixed, so that each has two classes.
     pub mixed: bool,
+    /// True if sequences are pairs: an encoder's, then its decoder's.
+    pub paired: bool,
 }
 
 impl BatchShape {
     /// `count` sequences of `length` tokens.
     pub fn uniform(count: usize, length: usize) -> BatchShape {
-        BatchShape { sequences: vec![length; count], patch_len: None, mixed: false }
+        BatchShape { sequences: vec![length; count], patch_len: None, mixed: false, paired: false }
+    }
+
+    /// `count` pairs of sequences, of `encoder` tokens and of `decoder` tokens.
+    pub fn pairs(count: usize, encoder: usize, decoder: usize) -> BatchShape {
+        let sequences = (0..count).flat_map(|_| [encoder, decoder]).collect();
+        BatchShape { sequences, patch_len: None, mixed: false, paired: true }
     }
 
     /// Tokens in all.
@@ -412,6 +524,15 @@ impl BatchShape {
         for length in &self.sequences {
             end += *length as i32;
             cu_seqlens.push(end);
+        }
+        if self.paired {
+            if context.ranks > 1 {
+                return Err(ModelError::Batch("pairs of sequences are not divided over context-parallel ranks".into()));
+            }
+            let side = |(at, length): (usize, &usize)| vec![if at % 2 == 0 { IGNORED } else { 0 }; *length];
+            let targets: Vec<i32> = self.sequences.iter().enumerate().flat_map(side).collect();
+            let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
+            return Batch::of_pairs(device, &slices, 1, None);
         }
         let Some(patch_len) = self.patch_len else {
             let slices = BatchSlices::of_text(&tokens, Some(&tokens), &positions, &cu_seqlens);

@@ -12,6 +12,8 @@ use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<(Tensor, Tensor)>,
+    /// For each layer, the keys and values of what an encoder made, [rows, 2 h_kv c].
+    remembered: Vec<Option<Tensor>>,
     len: usize,
     capacity: usize,
 }
@@ -32,8 +34,9 @@ impl KvCache {
         dtype: DType,
     ) -> Result<KvCache> {
         let tensor = || device.zeros([capacity.max(1), width], dtype, Purpose::Activations);
+        let remembered = vec![None; layers];
         let layers = (0..layers).map(|_| Ok((tensor()?, tensor()?))).collect::<Result<_>>()?;
-        Ok(KvCache { layers, len: 0, capacity: capacity.max(1) })
+        Ok(KvCache { layers, remembered, len: 0, capacity: capacity.max(1) })
     }
 
     /// The number of tokens in it.
@@ -59,6 +62,38 @@ impl KvCache {
     /// Appends the keys and values of `qkv` [n, (h + 2 h_kv) c] to `layer` and attends from its
     /// queries to all that is there: [n, h c].
     pub(crate) fn attend(&mut self, layer: usize, qkv: &Tensor, spec: &AttentionSpec) -> Result<Tensor> {
+        self.attend_with(layer, qkv, None, spec)
+    }
+
+    /// The same with `bias`, f32 [h, 2 reach - 1], added to scores by distance.
+    pub(crate) fn attend_biased(
+        &mut self,
+        layer: usize,
+        qkv: &Tensor,
+        bias: &Tensor,
+        spec: &AttentionSpec,
+    ) -> Result<Tensor> {
+        self.attend_with(layer, qkv, Some(bias), spec)
+    }
+
+    /// Keeps the keys and values of what an encoder made, for `layer` of its decoder.
+    pub(crate) fn remember(&mut self, layer: usize, kv: Tensor) {
+        self.remembered[layer] = Some(kv);
+    }
+
+    /// What was kept for `layer`.
+    pub(crate) fn remembered(&self, layer: usize) -> Result<&Tensor> {
+        let nothing = || ModelError::Cache("a decoder goes on before its encoder has run".into());
+        self.remembered.get(layer).and_then(Option::as_ref).ok_or_else(nothing)
+    }
+
+    fn attend_with(
+        &mut self,
+        layer: usize,
+        qkv: &Tensor,
+        bias: Option<&Tensor>,
+        spec: &AttentionSpec,
+    ) -> Result<Tensor> {
         let new = qkv.rows();
         if self.len + new > self.capacity {
             return Err(ModelError::Cache(format!(
@@ -70,7 +105,10 @@ impl KvCache {
         let Some((keys, values)) = self.layers.get_mut(layer) else {
             return Err(ModelError::Cache(format!("layer {layer} in a cache made for {layers} layers")));
         };
-        Ok(ops::attention_decode(qkv, spec, keys, values, self.len)?)
+        Ok(match bias {
+            None => ops::attention_decode(qkv, spec, keys, values, self.len)?,
+            Some(bias) => ops::attention_decode_biased(qkv, bias, spec, keys, values, self.len)?,
+        })
     }
 
     /// Counts the `new` tokens that all layers have appended.

@@ -13,8 +13,8 @@ mod segments;
 pub use segments::{SegmentCost, SegmentedCost, segment_costs, segment_costs_on};
 
 use crate::batch::{Batch, BatchShape};
-use crate::families::{AttentionKind, Input, MlpKind, NormPlaces, QkNormKind};
-use crate::spec::ModelSpec;
+use crate::families::{AttentionKind, Input, NormPlaces, QkNormKind};
+use crate::spec::{EncoderSpec, ModelSpec};
 use crate::unit::{Forward, Unit};
 use crate::{Model, Result};
 use trainyard_autograd::{Gradients, Policy, RandomKey, Recording, Store, Tape, Var};
@@ -203,10 +203,14 @@ impl ModelSpec {
     /// which multiplies one row of an image, counts whole here; [`ModelSpec::flops_per_token`]
     /// divides it.
     pub fn multiplied_parameters(&self) -> usize {
+        if let Some(encoder) = &self.encoder {
+            let [of_encoder, of_decoder] = self.blocks_of_sides(encoder);
+            return of_encoder + of_decoder + self.head_parameters();
+        }
         let ModelSpec { dim, ffn_dim, .. } = *self;
         let (q, qkv) = (self.heads * self.head_dim, self.qkv_dim());
         let form = self.family.form();
-        let gated = form.mlp == MlpKind::Gated;
+        let gated = self.gates();
         let up = if gated { 2 * ffn_dim } else { ffn_dim };
         let when = |present: bool, size: usize| if present { size } else { 0 };
         let norm = dim + when(self.norm_bias, dim);
@@ -228,6 +232,33 @@ impl ModelSpec {
         input + self.layers * block + (0..self.layers).map(mlp).sum::<usize>() + self.head_parameters()
     }
 
+    /// Elements of the parameters that every token of the encoder, and every token of the decoder,
+    /// is multiplied by in blocks. Keys and values of what the encoder made are its tokens'.
+    fn blocks_of_sides(&self, encoder: &EncoderSpec) -> [usize; 2] {
+        let (dim, width) = (self.dim, self.heads * self.head_dim);
+        let mlp = dim * self.ffn_dim * if self.gates() { 3 } else { 2 };
+        let decoder_layers = self.layers - encoder.layers;
+        let of_encoder = encoder.layers * (4 * dim * width + mlp + 2 * dim) + dim;
+        let read = decoder_layers * 2 * dim * width;
+        [of_encoder + read, decoder_layers * (6 * dim * width + mlp + 3 * dim)]
+    }
+
+    /// [`ModelSpec::flops_per_token`] of a sequence of which `encoder` tokens are the encoder's.
+    fn flops_of_sides(&self, spec: &EncoderSpec, length: usize) -> FlopsPerToken {
+        let encoder = EncoderSpec::usual_positions(length) as f64;
+        let decoder = length as f64 - encoder;
+        let [of_encoder, of_decoder] = self.blocks_of_sides(spec).map(|elements| elements as f64);
+        let of_decoder = of_decoder + self.head_parameters() as f64;
+        let (encoder_layers, decoder_layers) = (spec.layers as f64, (self.layers - spec.layers) as f64);
+        let width = (self.heads * self.head_dim) as f64;
+        let per_token = |seen_by_decoder: f64| {
+            let products = 6.0 * (encoder * of_encoder + decoder * of_decoder);
+            let pairs = encoder_layers * encoder * encoder + decoder_layers * decoder * (seen_by_decoder + encoder);
+            (products + 12.0 * pairs * width) / length.max(1) as f64
+        };
+        FlopsPerToken { convention: per_token(decoder), causal: per_token((decoder + 1.0) / 2.0) }
+    }
+
     /// Elements of the parameters of the last unit that take part in its product.
     fn head_parameters(&self) -> usize {
         let norm = if self.norm_bias { 2 * self.dim } else { self.dim };
@@ -237,9 +268,12 @@ impl ModelSpec {
 
     /// FLOPs of training on one token of a sequence of `length` tokens.
     pub fn flops_per_token(&self, length: usize) -> FlopsPerToken {
+        if let Some(encoder) = &self.encoder {
+            return self.flops_of_sides(encoder, length);
+        }
         let head = self.head_parameters() as f64;
         let rows_of_head = match self.family.form().input {
-            Input::Tokens => 1.0,
+            Input::Tokens | Input::Pairs => 1.0,
             // The class token's.
             Input::Patches => 1.0 / self.max_positions as f64,
         };

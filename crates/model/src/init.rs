@@ -12,10 +12,10 @@ pub fn initialise(cpu: &Cpu, seed: u64, id: ParamId, parameter: &ParameterSpec, 
     match parameter.init {
         Init::Zeros => out.fill(0.0),
         Init::Ones => out.fill(1.0),
-        Init::Normal { std } => {
+        Init::Normal { .. } | Init::NormalRows { .. } => {
             let site = (id.unit << 12) | (id.index & 0xfff);
             let key = RandomKey { seed, step: RandomKey::INIT, site };
-            for (run, whole) in parameter.whole_runs(first..first + out.len()) {
+            for (run, whole, std) in parameter.normal_runs(first..first + out.len()) {
                 philox::fill_normal(cpu, key, whole as u64, 0.0, std, &mut out[run.start - first..run.end - first]);
             }
         }
@@ -46,6 +46,15 @@ mod tests {
         initialise(&Cpu::new(Isa::detect(), 2), 7, id, &part, 500, &mut out);
         let expected = (500..2500).map(|i| whole[i / 30 * 50 + 17 + i % 30]);
         assert!(out.iter().copied().eq(expected), "a rank's part differs from the whole");
+        // Another deviation from row 40 on, met in the middle of a shard.
+        let init = Init::NormalRows { first: 40, stds: [0.02, 0.06] };
+        let rows = ParameterSpec { init, ..parameter.clone() };
+        let mut out = vec![0.0; 1000];
+        initialise(&Cpu::new(Isa::detect(), 2), 7, id, &rows, 1500, &mut out);
+        let other = ParameterSpec { init: Init::Normal { std: 0.06 }, ..parameter.clone() };
+        let mut wide = vec![0.0; 1000];
+        initialise(&Cpu::new(Isa::detect(), 2), 7, id, &other, 1500, &mut wide);
+        assert!(out[..500] == whole[1500..2000] && out[500..] == wide[500..], "rows have their own deviations");
         assert_ne!(fill(ParamId::new(3, 2), 7, 0, 5000), whole);
         assert_ne!(fill(id, 8, 0, 5000), whole);
         let mean = whole.iter().sum::<f32>() / 5000.0;

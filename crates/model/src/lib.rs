@@ -51,7 +51,7 @@ pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, Un
 pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
 pub use routing::{LayerRouting, RoutingRecord};
-pub use spec::{Activation, ExpertsSpec, Gate, ImageSpec, ModelSpec, RopeScaling, RopeSpec};
+pub use spec::{Activation, EncoderSpec, ExpertsSpec, Gate, ImageSpec, ModelSpec, RopeScaling, RopeSpec};
 pub use split::{Chunks, ContextExchange, ContextSplit, ExpertSplit, TensorSplit};
 pub use teacher::Teacher;
 pub use tuning::{AdapterSpec, Adapters, Tuning};

@@ -6,7 +6,7 @@ use crate::families::Share;
 use crate::init::initialise;
 use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
-use crate::spec::{ImageSpec, ModelSpec, RopeSpec};
+use crate::spec::{EncoderSpec, ImageSpec, ModelSpec, RopeSpec};
 use crate::split::{ContextSplit, Division, ExpertSplit, TensorSplit};
 use crate::teacher::{TaughtUnit, Teacher};
 use crate::tuning::{Adapters, Tuning, tuned};
@@ -261,11 +261,24 @@ impl Model {
     /// all
     /// of it, or the part of this rank of a context-parallel group.
     pub fn batch(&self, device: &Device, slices: &BatchSlices<'_>) -> Result<Batch> {
+        if self.is_paired() {
+            return Batch::of_pairs(device, slices, self.vocab_size, self.positions_max);
+        }
         Batch::of_part(device, slices, self.vocab_size, self.positions_max, self.context)
     }
 
-    /// The shape of a batch of `rows` sequences, or images, of `length` positions.
+    /// True if sequences come in pairs, an encoder's and its decoder's.
+    pub fn is_paired(&self) -> bool {
+        self.spec.as_ref().is_some_and(|spec| spec.encoder.is_some())
+    }
+
+    /// The shape of a batch of `rows` sequences, or images, of `length` positions; of pairs of
+    /// sequences, in the usual parts.
     pub fn batch_shape(&self, rows: usize, length: usize) -> BatchShape {
+        if self.is_paired() {
+            let encoder = EncoderSpec::usual_positions(length);
+            return BatchShape::pairs(rows, encoder, length - encoder);
+        }
         let patch_len = self.spec.as_ref().and_then(|spec| spec.image.as_ref()).map(ImageSpec::patch_len);
         BatchShape { patch_len, ..BatchShape::uniform(rows, length) }
     }
@@ -316,23 +329,31 @@ impl Model {
 
     /// Notes that all units have run on `cx`.
     pub fn end_forward(&self, cx: &mut Forward<'_>) {
-        if let Some(cache) = cx.cache.as_deref_mut() {
-            cache.advance(cx.batch.len());
+        if cx.cache.is_some() {
+            let own = self.cached_rows(cx);
+            if let Some(cache) = cx.cache.as_deref_mut() {
+                cache.advance(own);
+            }
         }
+    }
+
+    /// The rows of the batch whose keys and values are cached: all, or those of the decoder.
+    fn cached_rows(&self, cx: &Forward<'_>) -> usize {
+        cx.batch.len() - cx.batch.sides.as_ref().map_or(0, |sides| sides.encoder_rows)
     }
 
     fn check_cached(&self, tape: &Tape<'_>, cx: &Forward<'_>, len: usize) -> Result<()> {
         if tape.records() {
             return Err(ModelError::Cache("no gradient flows through it: use a tape that records nothing".into()));
         }
-        if cx.batch.segments.bounds().len() != 2 {
+        let own = self.cached_rows(cx);
+        if cx.batch.segments.bounds().len() != if cx.batch.len() > own { 3 } else { 2 } {
             return Err(ModelError::Cache("it holds one sequence, and this batch has several".into()));
         }
-        if cx.batch.positions_end != len + cx.batch.len() {
+        if own == cx.batch.len() && cx.batch.positions_end != len + own {
             return Err(ModelError::Cache(format!(
-                "it holds {len} tokens, so {} more end at position {}, not {}",
-                cx.batch.len(),
-                len + cx.batch.len(),
+                "it holds {len} tokens, so {own} more end at position {}, not {}",
+                len + own,
                 cx.batch.positions_end
             )));
         }

@@ -43,6 +43,14 @@ pub enum Init {
         /// Standard deviation.
         std: f32,
     },
+    /// Normal around zero, with another deviation in the first rows of a matrix.
+    #[serde(rename = "normal_rows")]
+    NormalRows {
+        /// The number of the first rows.
+        first: usize,
+        /// Standard deviations of the first rows and of the others.
+        stds: [f32; 2],
+    },
     /// Zeros.
     Zeros,
     /// Ones.
@@ -142,6 +150,23 @@ pub struct Piece {
 }
 
 impl ParameterSpec {
+    /// The elements `local` of this part by deviation: the run, the place of its first element in
+    /// the whole parameter, the deviation. Empty if initial values are no random numbers.
+    pub fn normal_runs(&self, local: Range<usize>) -> Vec<(Range<usize>, usize, f32)> {
+        let (first, stds) = match self.init {
+            Init::Normal { std } => (usize::MAX, [std; 2]),
+            Init::NormalRows { first, stds } => (first * self.whole_shape().get(1).copied().unwrap_or(1), stds),
+            Init::Zeros | Init::Ones => return Vec::new(),
+        };
+        let by_deviation = |(run, whole): (Range<usize>, usize)| {
+            let at = first.saturating_sub(whole).min(run.len());
+            let (before, rest) = (run.start..run.start + at, run.start + at..run.end);
+            [(before, whole, stds[0]), (rest, whole + at, stds[1])]
+        };
+        let runs = self.whole_runs(local).into_iter().flat_map(by_deviation);
+        runs.filter(|(run, ..)| !run.is_empty()).collect()
+    }
+
     /// A parameter that is one tensor, `hf_name`, in files.
     pub fn new(
         name: &str,

@@ -4,7 +4,7 @@
 //! All values are resolved: nothing is derived when it is read. [`presets`](crate::presets) fill it
 //! in by name, and [`hf`](crate::hf) translates it from and to `config.json`.
 
-use crate::families::{self, Family, Input, Positions, Sizes};
+use crate::families::{self, Family, Input, MlpKind, Positions, Sizes};
 use crate::{ModelError, Result};
 use serde::{Deserialize, Serialize};
 
@@ -271,6 +271,42 @@ impl ImageSpec {
     }
 }
 
+/// The encoder of a model that has one beside its decoder (Raffel et al. 2020), and the positions
+/// of both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EncoderSpec {
+    /// Its blocks, the first of all; the others are the decoder's.
+    pub layers: usize,
+    /// The number of buckets of distances, each with a number that is added to scores.
+    pub buckets: usize,
+    /// The distance from which on all are in one bucket.
+    pub max_distance: usize,
+}
+
+impl EncoderSpec {
+    /// The encoder's part of `length` positions, where nothing else is known: that of the published
+    /// pre-training, 512 of 626.
+    pub fn usual_positions(length: usize) -> usize {
+        (length * 512).div_ceil(626).min(length.saturating_sub(1)).max(1)
+    }
+
+    fn validate(&self, layers: usize) -> Result<()> {
+        let fail = |field, problem: String| Err(ModelError::Spec { field, problem });
+        if self.layers == 0 || self.layers >= layers {
+            return fail("encoder.layers", format!("{} of {layers}: both sides need one", self.layers));
+        }
+        if self.buckets < 4 || !self.buckets.is_multiple_of(4) || self.buckets > 1 << 16 {
+            return fail("encoder.buckets", format!("{} is no multiple of 4 up to {}", self.buckets, 1 << 16));
+        }
+        if self.max_distance <= self.buckets / 2 || self.max_distance > 1 << 24 {
+            let bounds = format!("above half of the {} buckets and at most {}", self.buckets, 1 << 24);
+            return fail("encoder.max_distance", format!("{} is not {bounds}", self.max_distance));
+        }
+        Ok(())
+    }
+}
+
 /// A model, resolved. Symbols: d = `dim`, h = `heads`, h_kv = `kv_heads`, c = `head_dim`, f =
 /// `ffn_dim`, v = `vocab_size`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -282,7 +318,7 @@ pub struct ModelSpec {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub dim: usize,
-    /// Blocks.
+    /// Blocks; those of an encoder, where there is one, and of the decoder together.
     pub layers: usize,
     /// Query heads.
     pub heads: usize,
@@ -335,6 +371,9 @@ pub struct ModelSpec {
     /// The layers with a sliding window; all when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_layers: Option<Vec<usize>>,
+    /// The encoder; absent exactly in families that have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoder: Option<EncoderSpec>,
     /// The images that it classifies; absent exactly in families of text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<ImageSpec>,
@@ -400,6 +439,15 @@ impl ModelSpec {
     /// `dim` over the width that the settings are for; 1 without such a width.
     pub fn width_factor(&self) -> f64 {
         self.mup_base_dim.map_or(1.0, |base| self.dim as f64 / base as f64)
+    }
+
+    /// True if MLPs are gated: a choice of the family, or of the activation where it has both.
+    pub fn gates(&self) -> bool {
+        match self.family.form().mlp {
+            MlpKind::Plain => false,
+            MlpKind::Gated => true,
+            MlpKind::ByActivation => self.activation != Activation::Relu,
+        }
     }
 
     /// The experts of `layer`; None if it has an MLP.
@@ -487,6 +535,13 @@ impl ModelSpec {
             Some(image) if of_images => image.validate(self.vocab_size)?,
             None if of_images => return fail("image", format!("family {} needs the sizes of images", self.family)),
             Some(_) => return fail("image", format!("family {} is one of text; use vit", self.family)),
+            None => {}
+        }
+        let of_pairs = self.family.form().input == Input::Pairs;
+        match &self.encoder {
+            Some(encoder) if of_pairs => encoder.validate(self.layers)?,
+            None if of_pairs => return fail("encoder", format!("family {} needs one", self.family)),
+            Some(_) => return fail("encoder", format!("family {} has none; use t5", self.family)),
             None => {}
         }
         self.family.validate(self)?;

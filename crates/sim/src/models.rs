@@ -3,7 +3,6 @@
 use crate::transformer::{Architecture, Experts};
 use std::collections::BTreeMap;
 use trainyard_model::ModelSpec;
-use trainyard_model::families::MlpKind;
 
 /// Every named model, with its shape.
 pub fn models() -> BTreeMap<String, Architecture> {
@@ -57,13 +56,13 @@ impl From<&ModelSpec> for Architecture {
         Architecture {
             dim: spec.dim as u32,
             layers: spec.layers as u32,
-            encoder_layers: 0,
+            encoder_layers: spec.encoder.as_ref().map_or(0, |encoder| encoder.layers as u32),
             heads: spec.heads as u32,
             kv_heads: spec.kv_heads as u32,
             head_dim: spec.head_dim as u32,
             ffn: spec.experts.as_ref().map_or(spec.ffn_dim, |experts| experts.ffn_dim) as u32,
             vocab: spec.vocab_size as u32,
-            gated: spec.family.form().mlp == MlpKind::Gated,
+            gated: spec.gates(),
             tied: spec.tie_embeddings,
             positions: spec.learned_positions().unwrap_or(0) as u32,
             experts: spec.experts.as_ref().map(|experts| Experts {

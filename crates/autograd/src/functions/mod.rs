@@ -20,6 +20,7 @@ mod loss;
 mod norm;
 mod plain;
 mod pointwise;
+mod relative;
 
 pub use adapter::{NORM_MIN, row_norms};
 pub use experts::{Direction, RowExchange, Traffic};
@@ -119,6 +120,8 @@ functions! {
     PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;
     Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;
     ContextAttention(context::ContextAttention): "context_attention",   "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;
+    BiasedAttention(relative::BiasedAttention): "biased_attention",     "qkv, bias, out, log-sum-exp",       "4 p h c; 10 p h c",        kept;
+    CrossAttention(relative::CrossAttention):   "cross_attention",      "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;
     SplitColumns(context::SplitColumns):        "split_columns",        "nothing",                           "0; 0",                     kept;
     Rope(attention::Rope):                      "rope",                 "nothing",                           "6 m h c; 6 m h c",         kept;
     QkNorm(norm::QkNorm):                       "qk_norm",              "qkv, inverse rms",                  "4 m h c; 8 m h c",         kept;

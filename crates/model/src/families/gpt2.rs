@@ -142,6 +142,7 @@ impl Definition for Gpt2 {
             attention_scalar: None,
             sliding_window: None,
             sliding_layers: None,
+            encoder: None,
             image: None,
             dropout: 0.0,
             init_std: 0.02,

@@ -15,6 +15,7 @@ mod mixtral;
 mod olmo2;
 mod phi3;
 mod qwen3_moe;
+mod t5;
 mod vit;
 
 use crate::gguf;
@@ -49,11 +50,13 @@ pub const MIXTRAL: Family = Family(&mixtral::Mixtral);
 pub const QWEN3_MOE: Family = Family(&qwen3_moe::Qwen3Moe);
 /// The experts of DeepSeek-V3 behind plain attention.
 pub const DOTS1: Family = Family(&dots1::Dots1);
+/// T5, with an encoder and a decoder.
+pub const T5: Family = Family(&t5::T5);
 /// Vision Transformers.
 pub const VIT: Family = Family(&vit::Vit);
 
 /// Every family.
-pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, DOTS1, VIT];
+pub const FAMILIES: &[Family] = &[LLAMA, GPT2, GEMMA3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, DOTS1, T5, VIT];
 
 /// A family, by reference to its definition.
 #[derive(Clone, Copy)]
@@ -225,6 +228,9 @@ pub struct Form {
 pub enum Input {
     /// Tokens of text: a token table in front, logits of the next token behind.
     Tokens,
+    /// Pairs of texts: a token table in front, logits of the next token of the second text behind
+    /// (Raffel et al. 2020).
+    Pairs,
     /// Patches of an image behind a class token: a projection of patches in front, logits of the
     /// image's class behind (Dosovitskiy et al. 2020).
     Patches,
@@ -237,6 +243,8 @@ pub enum AttentionKind {
     Causal,
     /// All.
     Full,
+    /// In the encoder all; in the decoder itself and those before it, and all of the encoder's.
+    Sides,
 }
 
 /// A normalisation.
@@ -284,6 +292,8 @@ pub enum Positions {
     Learned,
     /// Rotations of queries and keys (Su et al. 2021).
     Rotary,
+    /// Numbers for buckets of distances, added to scores (Raffel et al. 2020, section 2.1).
+    Buckets,
 }
 
 /// An MLP.
@@ -293,6 +303,8 @@ pub enum MlpKind {
     Plain,
     /// `down (act(gate x) * up x)` (Shazeer 2020).
     Gated,
+    /// Plain with ReLU, gated with another activation.
+    ByActivation,
 }
 
 /// The heads that a block may have.
@@ -300,6 +312,8 @@ pub enum MlpKind {
 pub enum HeadsKind {
     /// `dim / heads` wide, keys and values for each, no window.
     Plain,
+    /// Of any width, keys and values for each, no window.
+    OfOneKind,
     /// Of any even width; several may share keys and values; windows.
     Grouped,
 }
@@ -323,7 +337,7 @@ pub struct Row {
     pub cut: Cut,
     /// The tensors of files that it is made of, one below the other; `{}` is the number of the
     /// layer, `{e}` that of an expert. One, or as many as the cut has parts ([`Cut::HeadRows`]:
-    /// query, key, value; [`Cut::GateUpRows`] and its relatives: gate, up); for each expert where
+    /// query, key, value, or key and value; [`Cut::GateUpRows`] and its relatives: gate, up); for each expert where
     /// the cut is of experts. Several of [`Cut::Residual`] are one row each.
     pub files: &'static [&'static str],
     /// True if files hold it transposed: [in, out].
@@ -360,6 +374,7 @@ impl Row {
             Cut::ExpertsDownColumns => return each(1, spec.dim),
             Cut::SharedUpRows => vec![experts.map_or(0, |experts| experts.shared_ffn_dim); 2],
             Cut::HeadRows if self.files.len() == 3 => vec![q, kv, kv],
+            Cut::HeadRows if self.files.len() == 2 => vec![kv, kv],
             Cut::GateUpRows if self.files.len() == 2 => vec![spec.ffn_dim; 2],
             Cut::Residual if self.files.len() > 1 => vec![1; self.files.len()],
             _ => vec![rows],
@@ -553,14 +568,13 @@ mod tests {
         for family in FAMILIES {
             // The embedding scales the sum of tokens and positions, where it scales.
             let form = family.form();
-            assert!(form.positions == Positions::Rotary || form.embedding == EmbeddingScale::One, "{family}");
+            assert!(form.positions != Positions::Learned || form.embedding == EmbeddingScale::One, "{family}");
             for (index, row) in family.parameters().iter().enumerate() {
-                let parts = match row.cut {
-                    Cut::HeadRows => [1, 3],
-                    Cut::Residual => [1, 2],
-                    Cut::GateUpRows => [1, 2],
-                    Cut::ExpertsUpRows | Cut::SharedUpRows => [2, 2],
-                    _ => [1, 1],
+                let parts: &[usize] = match row.cut {
+                    Cut::HeadRows => &[1, 2, 3],
+                    Cut::Residual | Cut::GateUpRows => &[1, 2],
+                    Cut::ExpertsUpRows | Cut::SharedUpRows => &[2],
+                    _ => &[1],
                 };
                 assert!(parts.contains(&row.files.len()), "{family} {row:?}");
                 assert!(family.parameters()[..index].iter().all(|other| other.name != row.name), "{family} {row:?}");

@@ -31,6 +31,9 @@ pub fn from_config_json(text: &str) -> Result<Imported, ConfigError> {
     keys.special_tokens(&mut spec)?;
     let packed = keys.take("quantization_config").filter(|value| !value.is_null());
     let packed = packed.as_ref().map(PackedFormat::of_config).transpose()?;
+    if spec.encoder.is_some() {
+        keys.take("is_encoder_decoder");
+    }
     keys.refuse("add_cross_attention", &[Value::Bool(false)], "decoders without an encoder only")?;
     keys.refuse("is_encoder_decoder", &[Value::Bool(false)], "decoders without an encoder only")?;
     keys.refuse("tie_encoder_decoder", &[Value::Bool(false)], "decoders without an encoder only")?;

@@ -3,7 +3,7 @@
 
 use super::experts::Experts;
 use super::norm::Norm;
-use crate::families::{AttentionKind, Gains, MlpKind, NormPlaces, Parameters, QkNormKind};
+use crate::families::{AttentionKind, Gains, NormPlaces, Parameters, QkNormKind};
 use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
 use crate::spec::{self, ModelSpec};
@@ -51,9 +51,9 @@ struct SplitBlock {
 
 /// A weight [out, in] with, perhaps, a bias.
 #[derive(Clone, Copy, Debug)]
-struct Linear {
-    weight: ParamId,
-    bias: Option<ParamId>,
+pub(super) struct Linear {
+    pub weight: ParamId,
+    pub bias: Option<ParamId>,
 }
 
 /// The norms of queries and keys.
@@ -77,13 +77,13 @@ enum Mlp {
 
 /// An MLP.
 #[derive(Clone, Copy, Debug)]
-struct Dense {
+pub(super) struct Dense {
     /// Gated, it gives [m, 2 f], gate first; plain, [m, f].
-    up: Linear,
-    kind: MlpKind,
+    pub up: Linear,
+    pub gated: bool,
     /// Applies to the gate, or to all of a plain product.
-    activation: Activation,
-    down: Linear,
+    pub activation: Activation,
+    pub down: Linear,
 }
 
 impl Block {
@@ -129,10 +129,11 @@ impl Block {
         let mlp = match (experts, down) {
             (Some(experts), _) => Mlp::Experts(Experts::new(&mut parameters, experts)),
             (None, Some(down)) => {
-                let rows = if form.mlp == MlpKind::Gated { 2 * ffn_dim } else { ffn_dim };
+                let gated = spec.gates();
+                let rows = if gated { 2 * ffn_dim } else { ffn_dim };
                 let weight = parameters.matrix("mlp.up.weight", [rows, dim]);
                 let up = Linear { weight, bias: parameters.bias(spec.mlp_bias, "mlp.up.bias", rows) };
-                Mlp::Dense(Dense { up, kind: form.mlp, activation: activation(spec.activation), down })
+                Mlp::Dense(Dense { up, gated, activation: activation(spec.activation), down })
             }
             (None, None) => unreachable!("a block without experts has its MLP"),
         };
@@ -524,20 +525,18 @@ const PARTS_OF_BOTH: &[Part] = &[Part::Norm, Part::Project, Part::Attend, Part::
 
 impl Dense {
     /// The MLP over the normed input, before the product that ends it: [m, f].
-    fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
-        match self.kind {
-            MlpKind::Plain => self.up.forward(tape, &h, self.activation, None),
-            MlpKind::Gated => {
-                let gate_up = self.up.forward(tape, &h, Activation::None, None)?;
-                drop(h);
-                Ok(tape.glu(&gate_up, self.activation)?)
-            }
+    pub fn widen(&self, tape: &mut Tape<'_>, h: Var) -> Result<Var> {
+        if !self.gated {
+            return self.up.forward(tape, &h, self.activation, None);
         }
+        let gate_up = self.up.forward(tape, &h, Activation::None, None)?;
+        drop(h);
+        Ok(tape.glu(&gate_up, self.activation)?)
     }
 }
 
 impl Linear {
-    fn forward(&self, tape: &mut Tape<'_>, x: &Var, activation: Activation, residual: Option<&Var>) -> Result<Var> {
+    pub fn forward(&self, tape: &mut Tape<'_>, x: &Var, activation: Activation, residual: Option<&Var>) -> Result<Var> {
         Ok(tape.linear(x, self.weight, LinearOptions { bias: self.bias, activation, residual })?)
     }
 
@@ -641,7 +640,7 @@ impl Unit for Block {
     }
 }
 
-fn activation(activation: spec::Activation) -> Activation {
+pub(super) fn activation(activation: spec::Activation) -> Activation {
     match activation {
         spec::Activation::Silu => Activation::Silu,
         spec::Activation::Gelu => Activation::GeluExact,

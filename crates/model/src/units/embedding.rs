@@ -1,8 +1,8 @@
 //! The first unit: tokens to rows of the residual stream.
 
 use crate::Result;
-use crate::families::{EmbeddingScale, Parameters};
-use crate::parameter::ParameterSpec;
+use crate::families::{EmbeddingScale, Parameters, normal};
+use crate::parameter::{ParameterKind, ParameterSpec};
 use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
 use crate::unit::{Exchange, Forward, Segment, Segments, Unit, Value, in_segments, no_segment, without_segments};
@@ -36,6 +36,10 @@ struct SplitEmbedding {
 impl Embedding {
     /// The slot of the token table, which a tied head borrows.
     pub const TOKENS: ParamId = ParamId::new(0, 0);
+    /// The slot of the numbers of distances in the encoder, [h, buckets], which its blocks borrow.
+    pub const ENCODER_BIAS: ParamId = ParamId::new(0, 1);
+    /// The same of the decoder.
+    pub const DECODER_BIAS: ParamId = ParamId::new(0, 2);
 
     /// The embedding of `spec`, unit 0.
     pub fn new(spec: &ModelSpec) -> Embedding {
@@ -44,6 +48,12 @@ impl Embedding {
         let tokens = table("tokens.weight", spec.vocab_size);
         let positions = spec.learned_positions().map(|rows| table("positions.weight", rows));
         debug_assert_eq!(tokens, Embedding::TOKENS);
+        if let Some(encoder) = &spec.encoder {
+            let std = spec.init_std / (spec.dim as f64).sqrt();
+            for name in ["encoder_bias.weight", "decoder_bias.weight"] {
+                parameters.add(name, &[spec.heads, encoder.buckets], normal(std), ParameterKind::Bias);
+            }
+        }
         let scale = match spec.family.form().embedding {
             EmbeddingScale::One => None,
             EmbeddingScale::SqrtDim => Some((spec.dim as f64).sqrt() as f32),

@@ -1,10 +1,11 @@
-//! The last unit: the final norm and the product with the vocabulary, fused with the loss.
+//! The last unit: the final norm and the product with the vocabulary, fused with the loss. Beside an
+//! encoder it works on the decoder's rows.
 
 use super::Embedding;
 use super::norm::Norm;
 use crate::Result;
-use crate::families::Parameters;
-use crate::parameter::ParameterSpec;
+use crate::families::{Parameters, normal};
+use crate::parameter::{ParameterKind, ParameterSpec};
 use crate::spec::ModelSpec;
 use crate::split::{Division, TensorSplit};
 use crate::unit::{
@@ -22,6 +23,8 @@ pub struct Head {
     norm: Norm,
     weight: ParamId,
     borrowed: Vec<ParamId>,
+    /// The factor of normed rows; None for 1.
+    scale: Option<f32>,
     split: Option<SplitHead>,
 }
 
@@ -42,9 +45,20 @@ impl Head {
         let (weight, borrowed) = if spec.tie_embeddings {
             (Embedding::TOKENS, vec![Embedding::TOKENS])
         } else {
-            (parameters.readout("lm.weight", [spec.vocab_size, spec.dim]), Vec::new())
+            let shape = [spec.vocab_size, spec.dim];
+            let weight = match &spec.encoder {
+                // Where tokens begin with a deviation of 1, logits would with the root of the width.
+                Some(_) => {
+                    let init = normal(spec.init_std / (spec.dim as f64).sqrt());
+                    parameters.add("lm.weight", &shape, init, ParameterKind::Matrix)
+                }
+                None => parameters.readout("lm.weight", shape),
+            };
+            (weight, Vec::new())
         };
-        Head { parameters: parameters.finish(), norm, weight, borrowed, split: None }
+        // Tied, a model with an encoder divides by the root of its width (Raffel et al. 2020).
+        let scale = (spec.encoder.is_some() && spec.tie_embeddings).then(|| (spec.dim as f64).sqrt().recip() as f32);
+        Head { parameters: parameters.finish(), norm, weight, borrowed, scale, split: None }
     }
 
     /// The part of one rank of a tensor-parallel group. A rank computes the logits of the tokens
@@ -90,24 +104,42 @@ impl Head {
 
     /// All of it, on the rows that are here.
     fn whole(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, input: Option<&Var>) -> Result<Var> {
-        let x = require_input("head", input)?;
+        let input = require_input("head", input)?;
+        let (x, first) = match &cx.batch.sides {
+            Some(sides) => {
+                let (first, rows) = (sides.encoder_rows, input.tensor().rows());
+                (tape.narrow(input, 0, first, rows - first)?, first)
+            }
+            None => (input.clone(), 0),
+        };
         match cx.output {
             Output::Loss { scale } => {
-                let h = self.norm.forward(tape, x)?;
-                Ok(tape.linear_cross_entropy(&h, self.weight, cx.targets()?, scale)?)
+                let h = self.normed(tape, &x)?;
+                let targets = cx.targets()?;
+                let targets = targets.narrow(first..targets.elements())?;
+                Ok(tape.linear_cross_entropy(&h, self.weight, &targets, scale)?)
             }
             Output::Logits => {
-                let h = self.norm.forward(tape, x)?;
+                let h = self.normed(tape, &x)?;
                 Ok(tape.linear(&h, self.weight, Default::default())?)
             }
-            Output::Hidden => self.norm.forward(tape, x),
+            Output::Hidden => self.normed(tape, &x),
             Output::LastLogits => {
                 let rows = x.tensor().rows();
                 let last = tape.constant(x.tensor().narrow(rows - 1..rows)?);
-                let h = self.norm.forward(tape, &last)?;
+                let h = self.normed(tape, &last)?;
                 Ok(tape.linear(&h, self.weight, Default::default())?)
             }
         }
+    }
+
+    /// The rows of which logits are made.
+    fn normed(&self, tape: &mut Tape<'_>, x: &Var) -> Result<Var> {
+        let h = self.norm.forward(tape, x)?;
+        Ok(match self.scale {
+            Some(scale) => tape.scale(&h, scale)?,
+            None => h,
+        })
     }
 
     /// The logits of the last row of h.

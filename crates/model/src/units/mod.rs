@@ -1,5 +1,6 @@
 //! The units of a decoder: [`Embedding`], [`Block`]s, [`Head`]. A model of images has
-//! [`PatchEmbedding`] and [`ClassHead`] around its blocks.
+//! [`PatchEmbedding`] and [`ClassHead`] around its blocks, and one with an encoder [`SideBlock`]s in
+//! their place.
 //!
 //! Families differ in the norm, in the positions and in the MLP
 //! ([`Form`](crate::families::Form)). Each of these is one value inside the unit, chosen when it is
@@ -8,6 +9,7 @@
 mod block;
 mod class_head;
 mod embedding;
+mod encoder_decoder;
 mod experts;
 mod head;
 mod norm;
@@ -16,5 +18,6 @@ mod patch_embedding;
 pub use block::Block;
 pub use class_head::{ClassHead, Hits};
 pub use embedding::Embedding;
+pub use encoder_decoder::SideBlock;
 pub use head::Head;
 pub use patch_embedding::PatchEmbedding;

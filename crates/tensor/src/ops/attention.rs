@@ -2,7 +2,7 @@
 //! h_kv value heads.
 
 use super::{given, same_form, scratch_on_cuda};
-use crate::cpu::attention::{self as kernels, AttentionSpec, Rows, RowsMut};
+use crate::cpu::attention::{self as kernels, AttentionSpec, DistanceBias, Rows, RowsMut};
 use crate::cpu::norm::HeadColumns;
 use crate::cpu::rope::{self as ropes, RopeTable, Rotation};
 use crate::cuda::OnDevice;
@@ -125,7 +125,7 @@ impl Segments {
     }
 }
 
-fn columns<'a, T>(data: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[Rows<'a, T>; 3], TensorError> {
+pub(super) fn columns<'a, T>(data: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[Rows<'a, T>; 3], TensorError> {
     let (q, kv) = (spec.q_cols(), spec.kv_cols());
     let all = Rows::dense(data, rows, q + 2 * kv)?;
     Ok([all.columns(0..q), all.columns(q..q + kv), all.columns(q + kv..q + 2 * kv)])
@@ -133,7 +133,7 @@ fn columns<'a, T>(data: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[R
 
 /// Tokens, keys that a query sees on average, query heads, key heads, width of a head; of attention
 /// whose forward multiplies `products` times.
-fn dims(spec: &AttentionSpec, tokens: usize, products: u64) -> [usize; 5] {
+pub(super) fn dims(spec: &AttentionSpec, tokens: usize, products: u64) -> [usize; 5] {
     let seen = products as usize / (tokens * spec.q_cols()).max(1);
     [tokens, seen, spec.heads, spec.kv_heads, spec.head_dim]
 }
@@ -215,21 +215,33 @@ pub fn attention_decode(
     values: &mut Tensor,
     start: usize,
 ) -> Result<Tensor> {
-    const OP: &str = "attention_decode";
-    HeadLayout::from(spec).check(OP, qkv)?;
-    same_form(OP, keys, values)?;
+    decode("attention_decode", qkv, None, spec, keys, values, start)
+}
+
+fn decode(
+    op: &'static str,
+    qkv: &Tensor,
+    bias: Option<&Tensor>,
+    spec: &AttentionSpec,
+    keys: &mut Tensor,
+    values: &mut Tensor,
+    start: usize,
+) -> Result<Tensor> {
+    HeadLayout::from(spec).check(op, qkv)?;
+    same_form(op, keys, values)?;
     let (n, kv) = (qkv.rows(), spec.kv_cols());
     let capacity = keys.rows();
     ensure_shape!(
         keys.dtype() == qkv.dtype() && keys.last_dim() == kv && start + n <= capacity,
-        OP,
+        op,
         "{n} tokens from {start} on in a cache {keys:?}"
     );
     let mut out = qkv.empty_like([n, spec.q_cols()], qkv.dtype())?;
     let cost = Cost::new(4 * spec.q_cols() * n * (start + n), (start + n) * kv * 2 * qkv.dtype().size());
-    by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, cost, |on| {
+    by_float!(op, qkv.dtype(), T => qkv.device().launch_on(op, cost, |on| {
         let cpu = match on {
             On::Cpu(cpu) => cpu,
+            On::Cuda(_) if bias.is_some() => return Err(super::relative::not_on_cuda(op)),
             On::Cuda(gpu) => return cuda::attention_decode(gpu, qkv, spec, [keys, values], start, &out),
         };
         let [q, k, v] = columns(qkv.get::<T>(), n, spec)?;
@@ -241,9 +253,29 @@ pub fn attention_decode(
         }
         let (k, v) = (Rows::dense(key_cache, capacity, kv)?, Rows::dense(value_cache, capacity, kv)?);
         let out = RowsMut::dense(out.get_mut::<T>(), n, spec.q_cols())?;
-        Ok(kernels::decode(cpu, spec, q, k, v, start, out)?)
+        Ok(match bias {
+            None => kernels::decode(cpu, spec, q, k, v, start, out)?,
+            Some(bias) => {
+                let bias = DistanceBias::new(spec, bias.get::<f32>(), super::relative::reach(op, spec, bias)?)?;
+                kernels::decode_biased(cpu, spec, q, k, v, start, bias, out)?
+            }
+        })
     })?);
     Ok(out)
+}
+
+/// [`attention_decode`] with `bias`, f32 [h, 2 reach - 1], added to scores by distance
+/// ([`biased_attention`](super::biased_attention)).
+pub fn attention_decode_biased(
+    qkv: &Tensor,
+    bias: &Tensor,
+    spec: &AttentionSpec,
+    keys: &mut Tensor,
+    values: &mut Tensor,
+    start: usize,
+) -> Result<Tensor> {
+    const OP: &str = "attention_decode_biased";
+    decode(OP, qkv, Some(bias), spec, keys, values, start)
 }
 
 /// Rotates the query and key columns of qkv by their positions (i32 [m]), or back; in place when

@@ -18,11 +18,14 @@ mod norm;
 pub mod optim;
 pub mod plain;
 mod pointwise;
+mod relative;
 pub mod sparsity;
 
 pub use crate::cpu::distill::{Distillation, Divergence};
 pub use crate::cpu::embedding::TablePart;
-pub use attention::{HeadLayout, Segments, attention, attention_backward, attention_decode, rope};
+pub use attention::{
+    HeadLayout, Segments, attention, attention_backward, attention_decode, attention_decode_biased, rope,
+};
 pub use context::{ContextSegments, context_attention, context_attention_backward};
 pub use distill::{TeacherLogits, distillation_loss, distillation_loss_with_gradients};
 pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
@@ -36,6 +39,9 @@ pub use norm::{layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_n
 pub use pointwise::{
     accumulate, activate, activation_backward, add, add_into, cast, cast_into, dropout, dropout_from, dropout_of, glu,
     glu_backward, swiglu, swiglu_backward,
+};
+pub use relative::{
+    CrossSegments, biased_attention, biased_attention_backward, cross_attention, cross_attention_backward,
 };
 
 use crate::cpu::gemm::{Accumulate, Activation};

@@ -29,7 +29,7 @@ pub struct Forward {
     pub out: Valued,
     /// `[heads, queries]`, natural; minus infinity for a query that sees no key.
     pub lse: Vec<f64>,
-    /// The largest `scale * sum |q| |k|` of any pair, which bounds the rounding errors of scores.
+    /// The largest `scale * sum |q| |k| + |bias|` of any pair, which bounds the rounding errors of scores.
     pub score_magnitude: f64,
 }
 
@@ -52,8 +52,12 @@ fn dot_abs(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a * b).abs()).sum()
 }
 
-/// Calls `body(query, keys)` for every query row with the key rows that it sees.
-fn for_queries(spec: &AttentionSpec, cu_q: &[i32], cu_k: &[i32], mut body: impl FnMut(usize, Vec<usize>)) {
+/// What is added to a score, by query head and the query's position less the key's.
+pub type Bias<'a> = &'a dyn Fn(usize, isize) -> f64;
+
+/// Calls `body(query, keys)` for every query row with the key rows that it sees, each with the
+/// query's distance from it.
+fn for_queries(spec: &AttentionSpec, cu_q: &[i32], cu_k: &[i32], mut body: impl FnMut(usize, Vec<(usize, isize)>)) {
     for (q, k) in cu_q.windows(2).zip(cu_k.windows(2)) {
         let shift = (k[1] - k[0]) - (q[1] - q[0]);
         for query in q[0]..q[1] {
@@ -63,16 +67,25 @@ fn for_queries(spec: &AttentionSpec, cu_q: &[i32], cu_k: &[i32], mut body: impl 
                 let inside = spec.window.is_none_or(|window| key as i64 > position as i64 - window as i64);
                 !spec.causal || (key <= position && inside)
             };
-            body(query as usize, (k[0]..k[1]).filter(sees).map(|key| key as usize).collect());
+            let seen = (k[0]..k[1]).filter(sees).map(|key| (key as usize, (position - (key - k[0])) as isize));
+            body(query as usize, seen.collect());
         }
     }
 }
 
 /// Probabilities of one query over `keys`, and its log-sum-exp.
-fn probabilities(spec: &AttentionSpec, q: &[f64], k: &[f64], keys: &[usize], kv_head: usize) -> (Vec<f64>, f64) {
-    let d = spec.head_dim;
+fn probabilities(
+    spec: &AttentionSpec,
+    q: &[f64],
+    k: &[f64],
+    keys: &[(usize, isize)],
+    head: usize,
+    bias: Bias<'_>,
+) -> (Vec<f64>, f64) {
+    let (d, kv_head) = (spec.head_dim, head / spec.group());
     let at = |key: usize| &k[(key * spec.kv_heads + kv_head) * d..][..d];
-    let scores: Vec<f64> = keys.iter().map(|key| spec.scale as f64 * dot(q, at(*key))).collect();
+    let score = |(key, distance): &(usize, isize)| spec.scale as f64 * dot(q, at(*key)) + bias(head, *distance);
+    let scores: Vec<f64> = keys.iter().map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
     let lse = if keys.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() };
@@ -82,6 +95,19 @@ fn probabilities(spec: &AttentionSpec, q: &[f64], k: &[f64], keys: &[usize], kv_
 /// softmax(scale Q K^T + mask) V. `q` is `[queries, heads * head_dim]`, `k` and `v`
 /// `[keys, kv_heads * head_dim]`, dense.
 pub fn forward(spec: &AttentionSpec, q: &[f64], k: &[f64], v: &[f64], cu_q: &[i32], cu_k: &[i32]) -> Forward {
+    forward_biased(spec, q, k, v, cu_q, cu_k, &|_, _| 0.0)
+}
+
+/// [`forward`] with `bias` added to the scores.
+pub fn forward_biased(
+    spec: &AttentionSpec,
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    cu_q: &[i32],
+    cu_k: &[i32],
+    bias: Bias<'_>,
+) -> Forward {
     let (d, queries) = (spec.head_dim, q.len() / spec.q_cols());
     let mut result =
         Forward { out: Valued::zeros(q.len()), lse: vec![0.0; spec.heads * queries], score_magnitude: 0.0 };
@@ -90,11 +116,11 @@ pub fn forward(spec: &AttentionSpec, q: &[f64], k: &[f64], v: &[f64], cu_q: &[i3
             let kv_head = head / spec.group();
             let at = (query * spec.heads + head) * d;
             let row = &q[at..at + d];
-            let (p, lse) = probabilities(spec, row, k, &keys, kv_head);
+            let (p, lse) = probabilities(spec, row, k, &keys, head, bias);
             result.lse[head * queries + query] = lse;
-            for (p, key) in p.iter().zip(&keys) {
+            for (p, (key, distance)) in p.iter().zip(&keys) {
                 let from = (key * spec.kv_heads + kv_head) * d;
-                let magnitude = spec.scale.abs() as f64 * dot_abs(row, &k[from..from + d]);
+                let magnitude = bias(head, *distance).abs() + spec.scale.abs() as f64 * dot_abs(row, &k[from..from + d]);
                 result.score_magnitude = result.score_magnitude.max(magnitude);
                 for c in 0..d {
                     result.out.value[at + c] += p * v[from + c];
@@ -116,9 +142,25 @@ pub fn backward(
     cu_q: &[i32],
     cu_k: &[i32],
 ) -> Backward {
+    backward_biased(spec, q, k, v, dout, cu_q, cu_k, &|_, _| 0.0, |_, _, _, _| ())
+}
+
+/// [`backward`] of [`forward_biased`]. `dbias` takes for each pair the query head, the distance, the
+/// gradient of the bias there and the sum of the absolute values of its terms.
+pub fn backward_biased(
+    spec: &AttentionSpec,
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    dout: &[f64],
+    cu_q: &[i32],
+    cu_k: &[i32],
+    bias: Bias<'_>,
+    mut dbias: impl FnMut(usize, isize, f64, f64),
+) -> Backward {
     let d = spec.head_dim;
     let scale = spec.scale as f64;
-    let out = forward(spec, q, k, v, cu_q, cu_k).out.value;
+    let out = forward_biased(spec, q, k, v, cu_q, cu_k, bias).out.value;
     let mut result = Backward { dq: Valued::zeros(q.len()), dk: Valued::zeros(k.len()), dv: Valued::zeros(v.len()) };
     for_queries(spec, cu_q, cu_k, |query, keys| {
         for head in 0..spec.heads {
@@ -126,12 +168,13 @@ pub fn backward(
             let at = (query * spec.heads + head) * d;
             let (q, dout, out) = (&q[at..at + d], &dout[at..at + d], &out[at..at + d]);
             let (delta, delta_abs) = (dot(dout, out), dot_abs(dout, out));
-            let (p, _) = probabilities(spec, q, k, &keys, kv_head);
-            for (p, key) in p.iter().zip(&keys) {
+            let (p, _) = probabilities(spec, q, k, &keys, head, bias);
+            for (p, (key, distance)) in p.iter().zip(&keys) {
                 let from = (key * spec.kv_heads + kv_head) * d;
                 let (k, v) = (&k[from..from + d], &v[from..from + d]);
                 let ds = p * (dot(dout, v) - delta);
                 let ds_abs = p * (dot_abs(dout, v) + delta_abs);
+                dbias(head, *distance, ds, ds_abs);
                 for c in 0..d {
                     result.dv.value[from + c] += p * dout[c];
                     result.dv.magnitude[from + c] += p * dout[c].abs();

@@ -6,13 +6,14 @@
 //! without gaps first. dQ of the queries at hand is finished when the keys were walked; dK and dV
 //! of the whole segment are summed in f32 and written at the end.
 
+use super::distance::{add_bias, add_gradients};
 use super::plan::Task;
 use super::scratch::{carve, lines, total, with};
 use super::vector::{
     KEYS, LANES_MAX, Left, Mask, QUERIES, SUPER, Strip, Strips, gradient_block, narrow, product, row_dots, transpose,
     widen,
 };
-use super::{AttentionSpec, Backward};
+use super::{AttentionSpec, Backward, BiasSums};
 use crate::dtype::Element;
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
@@ -123,7 +124,7 @@ fn run<T: Element>(
                 };
                 let sums = keys.start * row..keys.end * row;
                 let (dk, dv, dq_t) = (&mut dk[sums.clone()], &mut dv[sums], &mut dq_t[at.clone()]);
-                block(job, task, &queries, &keys, operands, p, ds, dk, dv, dq_t);
+                block(job, task, head, &queries, &keys, operands, p, ds, dk, dv, dq_t);
             }
         }
     }
@@ -151,6 +152,7 @@ struct Operands<'a> {
 fn block<T: Element>(
     job: &Backward<'_, T>,
     task: &Task,
+    head: usize,
     queries: &Range<usize>,
     keys: &Range<usize>,
     x: Operands<'_>,
@@ -170,8 +172,16 @@ fn block<T: Element>(
         product(isa, keys.len(), n, d, left(&x.k[from..]), q_t, QUERIES, &mut p[to..], QUERIES, false);
         product(isa, keys.len(), n, d, left(&x.v[from..]), dout_t, QUERIES, &mut ds[to..], QUERIES, false);
     }
+    if let Some(BiasSums { bias, .. }) = &job.bias {
+        add_bias(isa, &strips, bias.of_head(head), bias.first(segment, queries, keys), p);
+    }
     let mask = Mask::of(spec, segment, queries, keys);
     gradient_block(isa, &strips, queries.len().next_multiple_of(LANES_MAX), mask, x.lse, x.delta, p, ds);
+    if let Some(of_bias) = &job.bias {
+        // SAFETY: this task alone works on this segment and head.
+        let sums = unsafe { of_bias.of(segment, head) };
+        add_gradients(isa, &strips, ds, of_bias.bias.first(segment, queries, keys), sums);
+    }
     for Strip { keys, lanes } in strips.iter() {
         let at = keys.start * QUERIES + lanes.start;
         let (n, p, ds) = (keys.len(), &p[at..], &ds[at..]);

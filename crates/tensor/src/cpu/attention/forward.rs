@@ -6,6 +6,7 @@
 //! block of queries. Rows of a fused matrix lie a page or more apart; fetched anew for each block
 //! they cost a third of the products.
 
+use super::distance::add_bias;
 use super::plan::{self, Segment, Task};
 use super::scratch::{carve, lines, total, with};
 use super::vector::{
@@ -84,7 +85,7 @@ fn run<T: Element>(job: &Forward<'_, T>, task: &Task, space: &mut [f32]) {
         let rows = segment.keys.start + wide.start..segment.keys.start + wide.end;
         widen(isa, job.k, rows.clone(), kv_cols.clone(), 1.0, k);
         widen(isa, job.v, rows, kv_cols.clone(), 1.0, v);
-        for (block, _, queries) in query_blocks(job, task) {
+        for (block, head, queries) in query_blocks(job, task) {
             let lanes = queries.len().next_multiple_of(LANES_MAX);
             let (q_t, o_t) = (&q_t[of_block(block)], &mut o_t[of_block(block)]);
             let seen = segment.visible_to_any(spec, &queries);
@@ -108,6 +109,9 @@ fn run<T: Element>(job: &Forward<'_, T>, task: &Task, space: &mut [f32]) {
                         QUERIES,
                         false,
                     );
+                }
+                if let Some(bias) = job.bias {
+                    add_bias(isa, &strips, bias.of_head(head), bias.first(segment, &queries, &keys), scores);
                 }
                 let mask = Mask::of(spec, segment, &queries, &keys);
                 let state = Statistics { max: &mut max[lanes_of(block)], sum: &mut sum[lanes_of(block)], decay };

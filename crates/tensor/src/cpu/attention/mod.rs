@@ -28,10 +28,12 @@
 //! Rapids it issues once in two cycles or slower, against two f32 multiply-adds a cycle: half the
 //! arithmetic per second. On Zen 4 it is the other way round.
 //!
-//! This module does not offer dropout on the probabilities, additive biases, sinks, or matrices of
-//! scores returned to the caller.
+//! Numbers by the distance of query and key can be added to scores ([`DistanceBias`]); that takes
+//! the vector form on every rung. This module does not offer dropout on the probabilities, other
+//! additive biases, sinks, or matrices of scores returned to the caller.
 
 mod backward;
+mod distance;
 mod forward;
 mod plan;
 mod rows;
@@ -45,6 +47,7 @@ mod vector;
 #[cfg(test)]
 mod tests;
 
+pub use distance::DistanceBias;
 pub use rows::{Rows, RowsMut};
 
 #[cfg(target_arch = "x86_64")]
@@ -52,6 +55,7 @@ use super::amx::Tiles;
 use super::isa::pairs_are_fast;
 use super::{Cpu, Isa};
 use crate::cpu::threads::Shares;
+use distance::Padded;
 use crate::dtype::{DType, Element};
 
 /// The shape of one attention function.
@@ -136,6 +140,14 @@ pub enum AttentionError {
         value: i64,
         /// Required value of the last entry.
         rows: usize,
+    },
+    /// A segment with distances that a bias has no numbers for.
+    #[error("a segment of {longest} tokens, and the bias reaches {reach}")]
+    Distance {
+        /// Tokens of the longest segment.
+        longest: usize,
+        /// The tokens that the bias reaches.
+        reach: usize,
     },
     /// Segment bounds of queries and of keys that do not pair up.
     #[error("{queries} query segments but {keys} key segments: each query segment needs its key segment")]
@@ -297,6 +309,7 @@ struct Forward<'a, T> {
     v: Rows<'a, T>,
     out: RowsMut<'a, T>,
     lse: Shares<'a, f32>,
+    bias: Option<&'a Padded>,
 }
 
 /// The operands and results that every task of a backward call uses.
@@ -312,6 +325,29 @@ struct Backward<'a, T> {
     dq: RowsMut<'a, T>,
     dk: RowsMut<'a, T>,
     dv: RowsMut<'a, T>,
+    bias: Option<BiasSums<'a>>,
+}
+
+/// The bias of a backward call and the sums of its gradient.
+struct BiasSums<'a> {
+    bias: &'a Padded,
+    sums: Shares<'a, f32>,
+    /// The bounds of the segments.
+    cu: &'a [i32],
+}
+
+impl BiasSums<'_> {
+    /// The sums of `segment` and query head `head`.
+    ///
+    /// # Safety
+    /// As for [`Padded::sums_of`].
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn of(&self, segment: &plan::Segment, head: usize) -> &mut [f32] {
+        // The last bound at the segment's first row: before it lie segments without rows.
+        let number = self.cu.partition_point(|bound| *bound as usize <= segment.queries.start) - 1;
+        // SAFETY: the caller's contract.
+        unsafe { self.bias.sums_of(&self.sums, number, head) }
+    }
 }
 
 /// Attention of packed sequences over themselves.
@@ -330,7 +366,22 @@ pub fn forward<T: Element>(
     out: RowsMut<'_, T>,
     lse: &mut [f32],
 ) -> Result<(), AttentionError> {
-    forward_cross(cpu, spec, q, k, v, cu_seqlens, cu_seqlens, out, lse)
+    forward_with(cpu, spec, q, k, v, cu_seqlens, cu_seqlens, None, out, lse)
+}
+
+/// [`forward`] with `bias` added to the scores.
+pub fn forward_biased<T: Element>(
+    cpu: &Cpu,
+    spec: &AttentionSpec,
+    q: Rows<'_, T>,
+    k: Rows<'_, T>,
+    v: Rows<'_, T>,
+    cu_seqlens: &[i32],
+    bias: DistanceBias<'_>,
+    out: RowsMut<'_, T>,
+    lse: &mut [f32],
+) -> Result<(), AttentionError> {
+    forward_with(cpu, spec, q, k, v, cu_seqlens, cu_seqlens, Some(bias), out, lse)
 }
 
 /// [`forward`] with as many or fewer queries than keys in a segment: query `i` of `n` sits level
@@ -349,6 +400,22 @@ pub fn forward_cross<T: Element>(
     out: RowsMut<'_, T>,
     lse: &mut [f32],
 ) -> Result<(), AttentionError> {
+    forward_with(cpu, spec, q, k, v, cu_q, cu_k, None, out, lse)
+}
+
+/// [`forward_cross`], with or without a bias, for which no segment may have more queries than keys.
+fn forward_with<T: Element>(
+    cpu: &Cpu,
+    spec: &AttentionSpec,
+    q: Rows<'_, T>,
+    k: Rows<'_, T>,
+    v: Rows<'_, T>,
+    cu_q: &[i32],
+    cu_k: &[i32],
+    bias: Option<DistanceBias<'_>>,
+    out: RowsMut<'_, T>,
+    lse: &mut [f32],
+) -> Result<(), AttentionError> {
     spec.check()?;
     let (queries, keys) = (q.rows(), k.rows());
     check_shape("q", (queries, q.cols()), (queries, spec.q_cols()))?;
@@ -361,9 +428,13 @@ pub fn forward_cross<T: Element>(
     if cu_q.len() != cu_k.len() {
         return Err(AttentionError::SegmentCount { queries: cu_q.len() - 1, keys: cu_k.len() - 1 });
     }
-    let job = Forward { isa: cpu.isa, spec, q, k, v, out, lse: Shares::new(lse) };
+    let padded = match bias {
+        Some(bias) => bias.check(cu_k).map(|()| Some(bias.padded()))?,
+        None => None,
+    };
+    let job = Forward { isa: cpu.isa, spec, q, k, v, out, lse: Shares::new(lse), bias: padded.as_ref() };
     #[cfg(target_arch = "x86_64")]
-    if let form @ (Form::Pairs | Form::Tiles) = Form::of(cpu.isa, T::DTYPE) {
+    if let (None, form @ (Form::Pairs | Form::Tiles)) = (&padded, Form::of(cpu.isa, T::DTYPE)) {
         let tasks = plan::tasks(spec, cu_q, cu_k, tiled::CHUNK, tiled::UNIT);
         cpu.threads.for_each(tasks.len(), |task| {
             let (task, next) = (&tasks[task], tasks.get(task + cpu.threads.count()));
@@ -403,6 +474,34 @@ pub fn backward<T: Element>(
     backward_cross(cpu, spec, q, k, v, out, lse, dout, cu_seqlens, cu_seqlens, dq, dk, dv)
 }
 
+/// Gradients of [`forward_biased`]; that of the bias, [heads, 2 reach - 1], goes to `dbias`.
+pub fn backward_biased<T: Element>(
+    cpu: &Cpu,
+    spec: &AttentionSpec,
+    q: Rows<'_, T>,
+    k: Rows<'_, T>,
+    v: Rows<'_, T>,
+    out: Rows<'_, T>,
+    lse: &[f32],
+    dout: Rows<'_, T>,
+    cu_seqlens: &[i32],
+    bias: DistanceBias<'_>,
+    dq: RowsMut<'_, T>,
+    dk: RowsMut<'_, T>,
+    dv: RowsMut<'_, T>,
+    dbias: &mut [f32],
+) -> Result<(), AttentionError> {
+    let cu = cu_seqlens;
+    DistanceBias::new(spec, dbias, bias.reach())?;
+    bias.check(cu)?;
+    let padded = bias.padded();
+    let mut sums = padded.sums(cu.len().saturating_sub(1));
+    let of_bias = BiasSums { bias: &padded, sums: Shares::new(&mut sums), cu };
+    backward_with(cpu, spec, q, k, v, out, lse, dout, cu, cu, Some(of_bias), dq, dk, dv)?;
+    padded.total(&sums, dbias);
+    Ok(())
+}
+
 /// Gradients of [`forward_cross`], as [`backward`] gives those of [`forward`]. The rows of `dk` and
 /// `dv` of a segment without queries are left as they are.
 pub fn backward_cross<T: Element>(
@@ -416,6 +515,25 @@ pub fn backward_cross<T: Element>(
     dout: Rows<'_, T>,
     cu_q: &[i32],
     cu_k: &[i32],
+    dq: RowsMut<'_, T>,
+    dk: RowsMut<'_, T>,
+    dv: RowsMut<'_, T>,
+) -> Result<(), AttentionError> {
+    backward_with(cpu, spec, q, k, v, out, lse, dout, cu_q, cu_k, None, dq, dk, dv)
+}
+
+fn backward_with<T: Element>(
+    cpu: &Cpu,
+    spec: &AttentionSpec,
+    q: Rows<'_, T>,
+    k: Rows<'_, T>,
+    v: Rows<'_, T>,
+    out: Rows<'_, T>,
+    lse: &[f32],
+    dout: Rows<'_, T>,
+    cu_q: &[i32],
+    cu_k: &[i32],
+    bias: Option<BiasSums<'_>>,
     dq: RowsMut<'_, T>,
     dk: RowsMut<'_, T>,
     dv: RowsMut<'_, T>,
@@ -444,10 +562,11 @@ pub fn backward_cross<T: Element>(
     if cu_q.len() != cu_k.len() {
         return Err(AttentionError::SegmentCount { queries: cu_q.len() - 1, keys: cu_k.len() - 1 });
     }
-    let job = Backward { isa: cpu.isa, spec, q, k, v, out, lse, dout, dq, dk, dv };
+    let is_biased = bias.is_some();
+    let job = Backward { isa: cpu.isa, spec, q, k, v, out, lse, dout, dq, dk, dv, bias };
     let tasks = plan::tasks(spec, cu_q, cu_k, usize::MAX / 2, 1);
     #[cfg(target_arch = "x86_64")]
-    if let form @ (Form::Pairs | Form::Tiles) = Form::of(cpu.isa, T::DTYPE) {
+    if let (false, form @ (Form::Pairs | Form::Tiles)) = (is_biased, Form::of(cpu.isa, T::DTYPE)) {
         cpu.threads.for_each(tasks.len(), |task| {
             let (task, next) = (&tasks[task], tasks.get(task + cpu.threads.count()));
             match form {
@@ -487,12 +606,32 @@ pub fn decode<T: Element>(
     }
     check_shape("q", (new, q.cols()), (new, spec.q_cols()))?;
     check_shape("out", (out.rows(), out.cols()), (new, spec.q_cols()))?;
-    let job = Forward { isa: cpu.isa, spec, q, k, v, out, lse: Shares::new(&mut lse) };
+    let job = Forward { isa: cpu.isa, spec, q, k, v, out, lse: Shares::new(&mut lse), bias: None };
     let segment = plan::Segment { queries: 0..new, keys: 0..len };
     cpu.threads.for_each(new * spec.kv_heads, |task| {
         forward::one_query(&job, &segment, task / spec.kv_heads, task % spec.kv_heads);
     });
     Ok(())
+}
+
+/// [`decode`] with `bias` added to the scores.
+pub fn decode_biased<T: Element>(
+    cpu: &Cpu,
+    spec: &AttentionSpec,
+    q: Rows<'_, T>,
+    k_cache: Rows<'_, T>,
+    v_cache: Rows<'_, T>,
+    start: usize,
+    bias: DistanceBias<'_>,
+    out: RowsMut<'_, T>,
+) -> Result<(), AttentionError> {
+    spec.check()?;
+    let (new, len) = (q.rows(), start + q.rows());
+    check_shape("k_cache", (k_cache.rows().min(len), k_cache.cols()), (len, spec.kv_cols()))?;
+    check_shape("v_cache", (v_cache.rows().min(len), v_cache.cols()), (len, spec.kv_cols()))?;
+    let (k, v) = (k_cache.first_rows(len), v_cache.first_rows(len));
+    let mut lse = vec![0.0; spec.heads * new];
+    forward_with(cpu, spec, q, k, v, &[0, new as i32], &[0, len as i32], Some(bias), out, &mut lse)
 }
 
 /// From this many new tokens on, [`decode`] fills enough of a block of queries for the blocked

@@ -188,6 +188,80 @@ fn grouped_heads_and_windows_conform_on_every_rung() {
     }
 }
 
+/// As [`conforms`], with a bias that reaches `beyond` further than the longest segment.
+fn conforms_biased<T: Element>(isa: Isa, spec: &AttentionSpec, cu: &[i32], beyond: usize) -> (Vec<T>, Vec<f32>) {
+    let tokens = *cu.last().unwrap() as usize;
+    let (nq, nkv) = (spec.q_cols(), spec.kv_cols());
+    let longest = cu.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap() as usize;
+    let (reach, cpu) = (longest + beyond, Cpu::new(isa, 2));
+    let table = values(4, spec.heads * (2 * reach - 1));
+    let at = |head: usize, distance: isize| head * (2 * reach - 1) + (reach as isize - 1 + distance) as usize;
+    let of = |head: usize, distance: isize| table[at(head, distance)] as f64;
+    let qkv: Vec<T> = rounded(&values(1, tokens * (nq + 2 * nkv)));
+    let dout: Vec<T> = rounded(&values(2, tokens * nq));
+    let rows = Rows::dense(&qkv, tokens, nq + 2 * nkv).unwrap();
+    let (q, k, v) = (rows.columns(0..nq), rows.columns(nq..nq + nkv), rows.columns(nq + nkv..nq + 2 * nkv));
+    let dout_rows = Rows::dense(&dout, tokens, nq).unwrap();
+    let bias = DistanceBias::new(spec, &table, reach).unwrap();
+
+    let mut out = vec![T::from_f32(7.0); tokens * nq];
+    let mut lse = vec![7.0; spec.heads * tokens];
+    let to = RowsMut::dense(&mut out, tokens, nq).unwrap();
+    forward_biased(&cpu, spec, q, k, v, cu, bias, to, &mut lse).unwrap();
+    let (q64, k64, v64) = (wide(q), wide(k), wide(v));
+    let want = reference::forward_biased(spec, &q64, &k64, &v64, cu, cu, &of);
+    // The vector form on every rung, and no tiles.
+    let tolerance = Tolerance::of(Isa::Portable, T::DTYPE, spec, want.score_magnitude, longest * spec.group());
+    let out_rows = Rows::dense(&out, tokens, nq).unwrap();
+    tolerance.check(&format!("out of {isa} {spec:?} {cu:?}"), out_rows, &want.out);
+
+    let mut dqkv = vec![T::from_f32(7.0); tokens * (nq + 2 * nkv)];
+    let (dq, rest) = RowsMut::dense(&mut dqkv, tokens, nq + 2 * nkv).unwrap().split_columns(nq);
+    let (dk, dv) = rest.split_columns(nkv);
+    let mut dbias = vec![7.0; table.len()];
+    backward_biased(&cpu, spec, q, k, v, out_rows, &lse, dout_rows, cu, bias, dq, dk, dv, &mut dbias).unwrap();
+    let mut sums = Valued { value: vec![0.0; table.len()], magnitude: vec![0.0; table.len()] };
+    let gradients =
+        reference::backward_biased(spec, &q64, &k64, &v64, &wide(dout_rows), cu, cu, &of, |head, distance, ds, abs| {
+            sums.value[at(head, distance)] += ds;
+            sums.magnitude[at(head, distance)] += abs;
+        });
+    let rows = Rows::dense(&dqkv, tokens, nq + 2 * nkv).unwrap();
+    tolerance.of_scores().check("dq", rows.columns(0..nq), &gradients.dq);
+    tolerance.of_scores().check("dk", rows.columns(nq..nq + nkv), &gradients.dk);
+    tolerance.check("dv", rows.columns(nq + nkv..nq + 2 * nkv), &gradients.dv);
+    tolerance.of_scores().check("dbias", Rows::dense(&dbias, 1, table.len()).unwrap(), &sums);
+    (dqkv, dbias)
+}
+
+#[test]
+fn a_bias_by_distance_conforms_on_every_rung() {
+    for isa in Isa::tested(Isa::Avx512Bf16) {
+        for cu in [&[0, 1][..], &[0, 5, 5, 102], &[0, 70, 71, 211], &[0, 290]] {
+            for (heads, kv_heads, head_dim) in [(3, 3, 16), (4, 2, 33)] {
+                let spec = AttentionSpec { scale: 1.0, ..AttentionSpec::causal(heads, kv_heads, head_dim) };
+                for spec in [spec, AttentionSpec { causal: false, ..spec }] {
+                    conforms_biased::<f32>(isa, &spec, cu, 0);
+                    conforms_biased::<bf16>(isa, &spec, cu, 40);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_segment_that_its_bias_does_not_reach_is_refused() {
+    let spec = AttentionSpec::causal(1, 1, 4);
+    let table = [0.0; 5];
+    assert!(DistanceBias::new(&spec, &table, 2).is_err());
+    let bias = DistanceBias::new(&spec, &table, 3).unwrap();
+    let (data, mut out, mut lse) = ([0.0f32; 16], [0.0f32; 16], [0.0; 4]);
+    let rows = Rows::dense(&data, 4, 4).unwrap();
+    let to = RowsMut::dense(&mut out, 4, 4).unwrap();
+    let error = forward_biased(&Cpu::new(Isa::Portable, 1), &spec, rows, rows, rows, &[0, 4], bias, to, &mut lse);
+    assert_eq!(error, Err(AttentionError::Distance { longest: 4, reach: 3 }));
+}
+
 #[test]
 fn sequences_longer_than_every_block_conform() {
     for isa in rungs().into_iter().filter(|isa| *isa == Isa::detect() || *isa == Isa::AmxBf16) {
