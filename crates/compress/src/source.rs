@@ -51,10 +51,13 @@ impl Source {
     }
 
     fn checked(self) -> Result<Source> {
-        match self.spec.experts {
-            Some(_) => refuse("it is a mixture of experts, which cannot be compressed yet"),
-            None => Ok(self),
+        if self.spec.experts.is_some() {
+            return refuse("it is a mixture of experts, which cannot be compressed yet");
         }
+        if self.spec.encoder.is_some() {
+            return refuse("it has an encoder beside its decoder, and only decoders can be compressed yet");
+        }
+        Ok(self)
     }
 
     /// Its units.

@@ -81,7 +81,7 @@ impl Sequences {
         let mut batches = Vec::new();
         for text in texts {
             let rows = eval_batches(text, settings.options(model.vocab_size(), left))?;
-            left -= rows.tokens_covered();
+            left = left.saturating_sub(rows.tokens_covered());
             for batch in rows {
                 batches.push(model.batch(device, &slices(&batch?))?);
             }

@@ -1,14 +1,17 @@
 //! Cuts a whole split in order, for losses that can be compared between runs, models and
 //! tokenizers.
 
-use crate::dataset::MicroBatch;
+use crate::dataset::{MicroBatch, SpanCorruption, SpanLengths};
 use crate::error::{DataError, Result};
 use crate::indexed::IndexedTokens;
 use crate::prepare::Sidecar;
 use crate::tokenizer::Tokenizer;
 
+/// The seed of the spans that evaluation takes out: the same in every run.
+const EVALUATION_SEED: u64 = 0x7261_696e_7961_7264;
+
 /// The cut of a split for evaluation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EvalOptions {
     /// Number of tokens of a row.
     pub sequence_length: usize,
@@ -20,6 +23,8 @@ pub struct EvalOptions {
     pub respect_document_boundaries: bool,
     /// The most tokens to predict, from the beginning of the split; None: all of it.
     pub tokens_max: Option<u64>,
+    /// Takes spans out of the rows, as in training.
+    pub spans: Option<SpanCorruption>,
 }
 
 /// Iterator over the batches of a split; see [`eval_batches`].
@@ -31,13 +36,16 @@ pub struct EvalBatches<'t> {
     next: u64,
     /// The last target.
     last: u64,
+    /// The lengths of rows that spans are taken out of.
+    lengths: Option<SpanLengths>,
     has_failed: bool,
 }
 
 /// Cuts a whole split into consecutive rows. Every token but the first is the target of exactly one
 /// row. (If boundaries are respected, the first token of each document is no target.)
 ///
-/// The last batch may have fewer rows, and its last row ends in padding without targets. With
+/// The last batch may have fewer rows, and its last row ends in padding without targets. Rows that
+/// spans are taken out of are whole: what is too short for one is left out. With
 /// `tokens_max` the split ends after as many targets, whatever the rows.
 pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<EvalBatches<'_>> {
     let flat = options.sequence_length.saturating_mul(options.rows);
@@ -55,14 +63,27 @@ pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<Eval
             fix: "give more text, or a larger validation fraction".into(),
         });
     }
-    let last = (tokens.tokens() - 1).min(options.tokens_max.unwrap_or(u64::MAX));
-    Ok(EvalBatches { tokens, options, next: 0, last, has_failed: false })
+    let mut last = (tokens.tokens() - 1).min(options.tokens_max.unwrap_or(u64::MAX));
+    let lengths = options.spans.map(|spans| spans.lengths(options.sequence_length)).transpose()?;
+    if let Some(SpanLengths { text, .. }) = lengths {
+        // Whole rows only, and one at least.
+        let rows = (last / text as u64).max(1);
+        last = rows * text as u64;
+        if last > tokens.tokens() {
+            return Err(DataError::TooLittle {
+                what: format!("{} has {} tokens, and a row takes {text}", tokens.prefix().display(), tokens.tokens()),
+                fix: "give more text, or a larger validation fraction".into(),
+            });
+        }
+    }
+    Ok(EvalBatches { tokens, options, next: 0, last, lengths, has_failed: false })
 }
 
 impl EvalBatches<'_> {
     /// Number of batches.
     pub fn batches(&self) -> u64 {
-        let rows = self.tokens_covered().div_ceil(self.options.sequence_length as u64);
+        let of_row = self.lengths.map_or(self.options.sequence_length, |lengths| lengths.text);
+        let rows = self.tokens_covered().div_ceil(of_row as u64);
         rows.div_ceil(self.options.rows as u64)
     }
 
@@ -73,13 +94,23 @@ impl EvalBatches<'_> {
 
     /// True if all of the split is read, and not only its beginning.
     pub fn is_whole(&self) -> bool {
-        self.last == self.tokens.tokens() - 1
+        self.last == self.tokens.tokens() - 1 && self.lengths.is_none()
     }
 
     fn batch(&mut self) -> Result<MicroBatch> {
         let EvalOptions { sequence_length, rows, vocab_size, respect_document_boundaries, .. } = self.options;
         let mut batch = MicroBatch::with_capacity(rows, sequence_length);
         let mut row = Vec::with_capacity(sequence_length + 1);
+        if let Some((spans, lengths)) = self.options.spans.zip(self.lengths) {
+            while batch.rows < rows && self.next < self.last {
+                let end = self.next + lengths.text as u64;
+                row.clear();
+                self.tokens.read_into(self.next..end, vocab_size, &mut row)?;
+                batch.push_corrupted(&row, &spans, lengths, EVALUATION_SEED, self.next);
+                self.next = end;
+            }
+            return Ok(batch);
+        }
         while batch.rows < rows && self.next < self.last {
             let end = self.last.min(self.next + sequence_length as u64);
             row.clear();

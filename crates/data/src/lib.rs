@@ -39,7 +39,7 @@ pub use chat::{ChatOptions, ChatTemplate, LossOn};
 pub use corpus::{Corpus, CorpusOptions, Document, OnInvalid, parse_jsonl_line, parse_mds};
 pub use dataset::{
     Dataset, DatasetSpec, FillInTheMiddle, IGNORE, LengthCurriculum, MicroBatch, PackingReport, Position, Sampling,
-    Source, Transforms, packing_report, rows_in_epoch, rows_of,
+    Source, SpanCorruption, SpanLengths, SpanShape, Transforms, packing_report, rows_in_epoch, rows_of,
 };
 pub use error::{DataError, Result, place_of};
 pub use evaluation::{EvalBatches, EvalOptions, eval_batches, text_bytes};

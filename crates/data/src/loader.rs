@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::dataset::{Dataset, MicroBatch, Position};
+use crate::dataset::{Dataset, MicroBatch, Position, SpanCorruption};
 use crate::error::{DataError, Result};
 use crate::images::ImageSet;
 
@@ -56,6 +56,14 @@ impl Samples {
         match self {
             Self::Text(dataset) => dataset.spec().sequence_length,
             Self::Images(images) => images.spec().sequence_length(),
+        }
+    }
+
+    /// The span corruption of texts, if they have it.
+    pub fn span_corruption(&self) -> Option<SpanCorruption> {
+        match self {
+            Self::Text(dataset) => dataset.spec().transforms.span_corruption,
+            Self::Images(_) => None,
         }
     }
 

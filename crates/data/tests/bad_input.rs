@@ -500,6 +500,7 @@ const CASES: &[Case] = &[
                 vocab_size: 9,
                 respect_document_boundaries: true,
                 tokens_max: None,
+                spans: None,
             };
             eval_batches(&IndexedTokens::open(&prefix).unwrap(), options).unwrap_err()
         },

@@ -43,6 +43,7 @@ fn transforms() -> Transforms {
         }),
         noise_rate: 0.05,
         curriculum: Some(LengthCurriculum { start: 8, samples: 300 }),
+        span_corruption: None,
     }
 }
 

@@ -9,6 +9,7 @@ use crate::config::{
     TokenizerKind,
 };
 use crate::pretrained;
+use crate::spans::corruption;
 use crate::state::does_not_fit;
 use crate::{EngineError, Result};
 use std::path::{Path, PathBuf};
@@ -291,7 +292,8 @@ impl Corpora {
     /// # Errors
     /// A pair of token files cannot be opened.
     pub fn sequences_per_epoch(&self, resolved: &Resolved) -> Result<u64> {
-        let (length, sampling) = (resolved.sequence_length, sampling(resolved));
+        let length = resolved.spans.map_or(resolved.sequence_length, |spans| spans.lengths.text);
+        let sampling = sampling(resolved);
         let rows = |source: &Source| Ok(rows_in_epoch(&IndexedTokens::open(&source.prefix)?, length, sampling));
         self.sources.iter().map(rows).sum()
     }
@@ -306,11 +308,11 @@ impl Corpora {
             respect_document_boundaries: data.respect_document_boundaries,
             sampling: sampling(resolved),
             seed: resolved.config.training.seed,
-            transforms: self.transforms(resolved)?,
+            transforms: self.transforms(resolved, vocab_size)?,
         })?))
     }
 
-    fn transforms(&self, resolved: &Resolved) -> Result<Transforms> {
+    fn transforms(&self, resolved: &Resolved, vocab_size: usize) -> Result<Transforms> {
         let data = &resolved.config.data;
         let fill_in_the_middle = match data.fim_rate > 0.0 {
             true => Some(fill_in_the_middle(&self.tokenizer, data.fim_rate, data.fim_spm_rate)?),
@@ -320,7 +322,10 @@ impl Corpora {
         let global = resolved.batch.global as u64;
         let curriculum =
             curriculum.map(|(start, steps)| LengthCurriculum { start, samples: steps.saturating_mul(global) });
-        Ok(Transforms { fill_in_the_middle, noise_rate: data.token_noise, curriculum })
+        let length = resolved.sequence_length;
+        let spans = resolved.spans.map(|s| corruption(&self.tokenizer, vocab_size, s.shape, s.paired, length));
+        let span_corruption = spans.transpose()?;
+        Ok(Transforms { fill_in_the_middle, noise_rate: data.token_noise, curriculum, span_corruption })
     }
 
     /// The validation text.

@@ -63,6 +63,9 @@ pub fn evaluate_ensemble(
     combination: Combination,
     done: &mut dyn FnMut(u64),
 ) -> Result<EnsembleEvaluation> {
+    if models.iter().any(|model| model.model().is_paired()) {
+        return Err(does_not_fit("models with an encoder are not averaged: evaluate them one by one"));
+    }
     let vocab_size = models.first().map_or(0, |model| model.model().vocab_size());
     if let Some(other) = models.iter().find(|model| model.model().vocab_size() != vocab_size) {
         let sizes = (vocab_size, other.model().vocab_size());
@@ -75,7 +78,7 @@ pub fn evaluate_ensemble(
     let mut left = settings.tokens_max.unwrap_or(u64::MAX);
     for text in texts {
         let batches = eval_batches(text, settings.options(vocab_size, left))?;
-        left -= batches.tokens_covered();
+        left = left.saturating_sub(batches.tokens_covered());
         for batch in batches {
             let batch = batch?;
             let logits = models.iter().map(|model| logits(model, &batch)).collect::<Result<Vec<_>>>()?;

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::rank::Rank;
-use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, Tokenizer, eval_batches, text_bytes};
+use trainyard_data::{EvalOptions, IndexedTokens, MicroBatch, SpanCorruption, Tokenizer, eval_batches, text_bytes};
 use trainyard_model::units::Hits;
 use trainyard_model::{BatchSlices, Forward, ImageSlices, MixedSlices, Output};
 
@@ -63,6 +63,8 @@ pub struct EvaluationSettings {
     pub respect_document_boundaries: bool,
     /// The most tokens to predict, from the beginning of the texts; None: all.
     pub tokens_max: Option<u64>,
+    /// Spans are taken out of the text, as in training.
+    pub spans: Option<SpanCorruption>,
 }
 
 impl EvaluationSettings {
@@ -75,6 +77,7 @@ impl EvaluationSettings {
             vocab_size: vocab_size as u32,
             respect_document_boundaries: self.respect_document_boundaries,
             tokens_max: Some(left),
+            spans: self.spans,
         }
     }
 }
@@ -123,7 +126,7 @@ pub fn evaluate_until(
     let mut ends = Vec::with_capacity(texts.len());
     for text in texts {
         let batches = eval_batches(text, settings.options(rank.model().vocab_size(), left))?;
-        left -= batches.tokens_covered();
+        left = left.saturating_sub(batches.tokens_covered());
         let end = progress.tokens + batches.tokens_covered();
         bytes = match bytes {
             Some(sum) if batches.is_whole() => Some(sum + text_bytes(text, tokenizer)?),

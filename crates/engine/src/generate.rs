@@ -76,7 +76,8 @@ impl Sampling {
 
 /// Continues `prompt` by up to `tokens_max` tokens. `each` receives every token and returns true to
 /// go on. Generation stops after a token of `stop`. When the context is full, the cache is rebuilt
-/// from its second half.
+/// from its second half. Of a model with an encoder, the encoder reads all of `prompt` but the last
+/// token, with which the decoder begins.
 pub fn generate(
     rank: &Rank,
     prompt: &[u32],
@@ -87,10 +88,14 @@ pub fn generate(
 ) -> Result<()> {
     sampling.check()?;
     let spec = rank.model().spec().ok_or_else(|| does_not_fit("only built-in families generate text"))?;
-    let context = spec.max_positions;
+    // A decoder beside an encoder begins anew, and its positions have no bound.
+    let context = if spec.encoder.is_some() { tokens_max.max(1) + 1 } else { spec.max_positions };
     let mut history: Vec<u32> = prompt.to_vec();
     if history.is_empty() {
         return Err(does_not_fit("the prompt has no tokens: give at least one character"));
+    }
+    if spec.encoder.is_some() {
+        return answer(rank, prompt, tokens_max, sampling, stop, context, each);
     }
     let first = history.len().saturating_sub(context);
     let mut pending: Vec<u32> = history[first..].to_vec();
@@ -102,11 +107,7 @@ pub fn generate(
             pending = history[history.len() - (context / 2).max(1)..].to_vec();
         }
         let logits = next_logits(rank, &pending, &mut cache)?;
-        if logits.iter().any(|logit| logit.is_nan()) {
-            return Err(does_not_fit("the model's logits are not numbers: its weights hold NaN or infinities"));
-        }
-        let uniform = random.below(draw, 1 << 53) as f64 / (1u64 << 53) as f64;
-        let token = sampling.choose(&logits, uniform);
+        let token = sampled(&logits, sampling, &random, draw)?;
         history.push(token);
         if stop.contains(&token) || !each(token) {
             break;
@@ -116,13 +117,64 @@ pub fn generate(
     Ok(())
 }
 
+/// Lets an encoder read `prompt`, all but its last token, with which the decoder begins; and lets
+/// the decoder answer.
+fn answer(
+    rank: &Rank,
+    prompt: &[u32],
+    tokens_max: usize,
+    sampling: Sampling,
+    stop: &[u32],
+    context: usize,
+    mut each: impl FnMut(u32) -> bool,
+) -> Result<()> {
+    let Some((start, read)) = prompt.split_last().filter(|(_, read)| !read.is_empty()) else {
+        return Err(does_not_fit("the encoder's text has no tokens: give at least one character"));
+    };
+    let mut cache = rank.inference_model().cache(rank.device(), context, rank.parameters.compute())?;
+    let random = Stream::new(sampling.seed, 0);
+    let mut pending = *start;
+    for draw in 0..tokens_max as u64 {
+        let tokens: Vec<i32> = match draw {
+            0 => prompt.iter().map(|token| *token as i32).collect(),
+            _ => vec![pending as i32],
+        };
+        let (first, bounds) = match draw {
+            0 => (0..read.len() as i32, vec![0, read.len() as i32, tokens.len() as i32]),
+            _ => (0..0, vec![0, 1]),
+        };
+        let positions: Vec<i32> = first.chain([draw as i32]).collect();
+        let slices = BatchSlices::of_text(&tokens, None, &positions, &bounds);
+        let logits = logits_after(rank, &slices, &mut cache)?;
+        pending = sampled(&logits, sampling, &random, draw)?;
+        if stop.contains(&pending) || !each(pending) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The token of draw number `draw`.
+fn sampled(logits: &[f32], sampling: Sampling, random: &Stream, draw: u64) -> Result<u32> {
+    if logits.iter().any(|logit| logit.is_nan()) {
+        return Err(does_not_fit("the model's logits are not numbers: its weights hold NaN or infinities"));
+    }
+    let uniform = random.below(draw, 1 << 53) as f64 / (1u64 << 53) as f64;
+    Ok(sampling.choose(logits, uniform))
+}
+
 fn next_logits(rank: &Rank, pending: &[u32], cache: &mut KvCache) -> Result<Vec<f32>> {
     let tokens: Vec<i32> = pending.iter().map(|token| *token as i32).collect();
     let start = cache.len() as i32;
     let positions: Vec<i32> = (start..start + tokens.len() as i32).collect();
     let cu_seqlens = [0, tokens.len() as i32];
     let slices = BatchSlices::of_text(&tokens, None, &positions, &cu_seqlens);
-    let batch = rank.inference_model().batch(rank.device(), &slices)?;
+    logits_after(rank, &slices, cache)
+}
+
+/// The logits of the token after the last one of `slices`, which continues `cache`.
+fn logits_after(rank: &Rank, slices: &BatchSlices<'_>, cache: &mut KvCache) -> Result<Vec<f32>> {
+    let batch = rank.inference_model().batch(rank.device(), slices)?;
     let mut tape = rank.inference_tape();
     let mut cx = Forward::generation(&batch, cache);
     let own = match rank.forward(&mut tape, &mut cx)? {

@@ -69,6 +69,7 @@ pub mod server;
 pub mod session;
 pub mod shape;
 pub mod snapshot;
+pub mod spans;
 pub mod state;
 pub mod tier;
 pub mod trace;

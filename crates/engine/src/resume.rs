@@ -101,7 +101,7 @@ pub(crate) fn configuration(going_on: &GoingOn<'_>) -> Result<Config> {
         None => {
             // The run's copy of the tokenizer. The file that it came from may have changed.
             let tokenizer = folder.join(files::TOKENIZER);
-            inputs.tokenizer_vocabulary = Some(Tokenizer::load(&tokenizer)?.vocab_size());
+            inputs.knows(&Tokenizer::load(&tokenizer)?);
             config.tokenizer.path = Some(tokenizer);
             config.tokenizer.kind = None;
             config.tokenizer.vocab_size = None;
@@ -192,6 +192,7 @@ fn key_of(field: &str) -> String {
     match field {
         "max_positions" => "max_sequence_length".to_owned(),
         "o_bias" => "output_bias".to_owned(),
+        "encoder.layers" => "encoder_layers".to_owned(),
         "rope.scaling.type" => "rope_scaling".to_owned(),
         "rope.scaling.original_max_positions" => "rope_original_length".to_owned(),
         field => field.replace("rope.scaling.", "rope_").replace("rope.", "rope_"),

@@ -653,7 +653,7 @@ fn resolve(config: &Config, world: &Communicator, note: &mut impl FnMut(&str)) -
         return Ok((config.resolve(&inputs)?, Data::Images(images)));
     }
     let corpora = Corpora::open(&first, &mut *note)?;
-    inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
+    inputs.knows(&corpora.tokenizer);
     inputs.sequences_per_epoch = Some(corpora.sequences_per_epoch(&first)?);
     Ok((config.resolve(&inputs)?, Data::Text(corpora)))
 }
@@ -731,9 +731,9 @@ pub fn read_pretrained(path: &Path) -> Result<Pretrained> {
             path.display()
         )));
     }
-    let ModelSpec { vocab_size, max_positions: max_sequence_length, layers, image, .. } =
+    let ModelSpec { vocab_size, max_positions: max_sequence_length, layers, image, encoder, .. } =
         pretrained::description(path)?.spec;
-    Ok(Pretrained { vocab_size, max_sequence_length, layers, image })
+    Ok(Pretrained { vocab_size, max_sequence_length, layers, image, paired: encoder.is_some() })
 }
 
 /// Creates the run's folder: `DIRECTORY/NAME`, or without a name the first free one of `run-001`,

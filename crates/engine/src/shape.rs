@@ -21,8 +21,8 @@ use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::families::Sizes;
 use trainyard_model::{
-    Activation, AdapterSpec, BatchShape, Chunks, ContextExchange, ContextSplit, ExpertSplit, ExpertsSpec, Model,
-    ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
+    Activation, AdapterSpec, BatchShape, Chunks, ContextExchange, ContextSplit, EncoderSpec, ExpertSplit, ExpertsSpec,
+    Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
 };
 use trainyard_program::{
     Axis, BlockCodec, Border, Codec, Encoding, ExpertRanks, Keep, Mesh, ModelShape, Offload, PipelineSchedule, Program,
@@ -198,6 +198,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
         experts: shape.experts.clone(),
         max_positions,
         image: shape.image.clone(),
+        encoder: shape.encoder_layers.and_then(|layers| Some(EncoderSpec { layers, ..usual.encoder? })),
         ..usual
     })
 }
@@ -245,6 +246,14 @@ pub fn int8(resolved: &Resolved) -> bool {
 
 /// The shape of a micro-batch of `model`.
 pub fn batch_shape(resolved: &Resolved, model: &Model) -> BatchShape {
+    if let Some(spans) = resolved.spans.filter(|spans| spans.paired) {
+        let encoder = spans.lengths.encoder();
+        return BatchShape::pairs(
+            resolved.batch.micro,
+            encoder,
+            resolved.sequence_length.saturating_sub(encoder).max(1),
+        );
+    }
     let mixed = resolved.images.as_ref().is_some_and(|images| images.augmentation.mixes());
     BatchShape { mixed, ..model.batch_shape(resolved.batch.micro, resolved.sequence_length) }
 }

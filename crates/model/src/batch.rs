@@ -393,7 +393,8 @@ impl Batch {
         Batch::new(&Device::meta(), slices, vocab_size, positions_max)?;
         let sides = Sides::new(slices.cu_seqlens)?;
         let order = Sides::order(slices.cu_seqlens);
-        let sorted = |data: &[i32]| -> Vec<i32> { order.iter().flat_map(|rows| &data[rows.clone()]).copied().collect() };
+        let sorted =
+            |data: &[i32]| -> Vec<i32> { order.iter().flat_map(|rows| &data[rows.clone()]).copied().collect() };
         let mut cu_seqlens = vec![0];
         for rows in &order {
             cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + rows.len() as i32);

@@ -4,11 +4,11 @@
 //! field pre-trains without it.
 
 use crate::families::{self, Sizes};
-use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
+use crate::spec::{Activation, ModelSpec, RopeScaling, RopeSpec};
 use crate::{ModelError, Result};
 
 /// Every name.
-pub const PRESET_NAMES: [&str; 17] = [
+pub const PRESET_NAMES: [&str; 20] = [
     // GPT-2 small (Radford et al. 2019)
     "gpt2-124m",
     // GPT-2 medium
@@ -33,6 +33,12 @@ pub const PRESET_NAMES: [&str; 17] = [
     "qwen2.5-0.5b",
     // the shape of Qwen3 0.6B
     "qwen3-0.6b",
+    // T5 small, version 1.0 (Raffel et al. 2020)
+    "t5-small",
+    // T5 base, version 1.0
+    "t5-base",
+    // T5 small, version 1.1
+    "t5-v1.1-small",
     // ViT-Ti/16 at 224 pixels (Touvron et al. 2021)
     "vit-tiny",
     // ViT-S/16 at 224 pixels (Touvron et al. 2021)
@@ -53,6 +59,12 @@ pub fn preset(name: &str) -> Result<ModelSpec> {
         ..ModelSpec::gpt2(50_257, dim, layers, heads, 1024)
     };
     let vit = |dim, heads| families::VIT.usual(&Sizes { vocab_size: 1000, dim, layers: 12, heads, max_positions: 0 });
+    let t5 = |dim, layers: usize, heads, head_dim| ModelSpec {
+        head_dim,
+        eos_tokens: vec![1],
+        pad_token: Some(0),
+        ..families::T5.usual(&Sizes { vocab_size: 32_128, dim, layers: 2 * layers, heads, max_positions: 1 << 15 })
+    };
     let rope = |theta, scaling| Some(RopeSpec { theta, partial_factor: 1.0, scaling });
     let llama3_rope = |factor| {
         rope(
@@ -137,6 +149,11 @@ pub fn preset(name: &str) -> Result<ModelSpec> {
             eos_tokens: vec![151_645],
             ..ModelSpec::llama(151_936, 1024, 28, 16, 3072, 40_960)
         },
+        "t5-small" => t5(512, 6, 8, 64),
+        "t5-base" => t5(768, 12, 12, 64),
+        "t5-v1.1-small" => {
+            ModelSpec { ffn_dim: 1024, activation: Activation::GeluTanh, tie_embeddings: false, ..t5(512, 8, 6, 64) }
+        }
         "vit-tiny" => vit(192, 3),
         "vit-small" => vit(384, 6),
         "vit-base" => vit(768, 12),
@@ -146,7 +163,7 @@ pub fn preset(name: &str) -> Result<ModelSpec> {
             qkv_bias: false,
             o_bias: false,
             mlp_bias: false,
-            activation: crate::spec::Activation::Gelu,
+            activation: Activation::Gelu,
             ..ModelSpec::gpt2(65, 128, 4, 4, 64)
         },
         asked => {
@@ -176,6 +193,9 @@ mod tests {
             ("smollm2-135m", 134_515_008),
             ("qwen2.5-0.5b", 494_032_768),
             ("qwen3-0.6b", 596_049_920),
+            ("t5-small", 60_506_624),
+            ("t5-base", 222_903_552),
+            ("t5-v1.1-small", 76_961_152),
             ("vit-tiny", 5_717_416),
             ("vit-small", 22_050_664),
             ("vit-base", 86_567_656),

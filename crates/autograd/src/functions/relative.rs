@@ -22,13 +22,7 @@ impl Tape<'_> {
     /// Attention of qkv [m, (h + 2 h_kv) c], each query within its segment, with the number in row
     /// h and column `reach - 1 + p - k` of `bias`, f32 [h, 2 reach - 1], added to the score of head
     /// h, query position p and key position k: [m, h c].
-    pub fn biased_attention(
-        &mut self,
-        qkv: &Var,
-        bias: &Var,
-        spec: AttentionSpec,
-        segments: &Segments,
-    ) -> Result<Var> {
+    pub fn biased_attention(&mut self, qkv: &Var, bias: &Var, spec: AttentionSpec, segments: &Segments) -> Result<Var> {
         let (out, lse) = ops::biased_attention(qkv.tensor(), bias.tensor(), &spec, segments)?;
         let function = BiasedAttention { spec, segments: segments.clone() };
         let kept = out.clone();
@@ -39,13 +33,7 @@ impl Tape<'_> {
 
     /// Attention of queries q [n, h c] over keys and values kv [m, 2 h_kv c], each query over all
     /// keys of its segment: [n, h c].
-    pub fn cross_attention(
-        &mut self,
-        q: &Var,
-        kv: &Var,
-        spec: AttentionSpec,
-        segments: &CrossSegments,
-    ) -> Result<Var> {
+    pub fn cross_attention(&mut self, q: &Var, kv: &Var, spec: AttentionSpec, segments: &CrossSegments) -> Result<Var> {
         let (out, lse) = ops::cross_attention(q.tensor(), kv.tensor(), &spec, segments)?;
         let function = CrossAttention { spec, segments: segments.clone() };
         let kept = out.clone();

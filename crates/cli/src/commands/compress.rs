@@ -191,6 +191,7 @@ impl TextArgs {
             rows: 8,
             respect_document_boundaries: run.is_none_or(|run| run.config.data.respect_document_boundaries),
             tokens_max: self.tokens_max,
+            spans: None,
         };
         Ok(Some(Sequences::evaluation(device, source.model(), &texts, settings)?))
     }

@@ -94,7 +94,8 @@ pub fn resolve_for(config: &Config, inputs: Inputs) -> Result<Resolved> {
     inputs.tokenizer_vocabulary = match (&tokenizer.path, tokenizer.kind) {
         (Some(path), _) => {
             let loaded = Tokenizer::load(path).with_context(|| format!("tokenizer.path {}", path.display()))?;
-            Some(loaded.vocab_size())
+            inputs.knows(&loaded);
+            inputs.tokenizer_vocabulary
         }
         (None, Some(TokenizerKind::Bytes)) => Some(Tokenizer::bytes().vocab_size()),
         // The characters are known only after the text is read.

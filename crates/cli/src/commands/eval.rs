@@ -7,12 +7,14 @@ use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use trainyard_data::OnInvalid;
+use trainyard_data::{OnInvalid, Tokenizer};
+use trainyard_engine::config::PAIRED_LENGTH;
 use trainyard_engine::ensemble::{Combination, EnsembleEvaluation, Score, evaluate_ensemble};
 use trainyard_engine::evaluate::{EvaluationProgress, EvaluationSettings, evaluate_until};
 use trainyard_engine::images::{HeldBack, evaluate_images_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::rank::Rank;
+use trainyard_engine::spans;
 use trainyard_engine::trained::{Trained, open_trained};
 
 /// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte. With
@@ -119,7 +121,7 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     let tokenizer = args.bos.tokenizer(model, trained)?;
     let texts = open(&args.data, &args.form(), &tokenizer, scratch.path())?;
     let run = trained.run.as_ref();
-    let settings = settings(args, trained, args.rows)?;
+    let settings = settings(args, trained, &tokenizer, args.rows)?;
     let began = std::time::Instant::now();
     let mut display = progress::for_stderr();
     let found = evaluate_until(&trained.rank, &texts, &tokenizer, settings, &mut |done| {
@@ -225,7 +227,7 @@ fn on_images(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
 }
 
 /// The division of the text into rows: as in the model's training unless the user says otherwise.
-fn settings(args: &Args, trained: &Trained, rows: u32) -> Result<EvaluationSettings> {
+fn settings(args: &Args, trained: &Trained, tokenizer: &Tokenizer, rows: u32) -> Result<EvaluationSettings> {
     let longest = trained.spec.max_positions;
     let run = trained.run.as_ref();
     let sequence_length = match args.length {
@@ -233,13 +235,18 @@ fn settings(args: &Args, trained: &Trained, rows: u32) -> Result<EvaluationSetti
             bail!("--length {length} is beyond the model's longest sequence of {longest} tokens")
         }
         Some(length) => length as usize,
-        None => run.map_or(longest.min(LENGTH_MAX), |run| run.sequence_length),
+        None => {
+            let usual = if trained.spec.encoder.is_some() { PAIRED_LENGTH } else { LENGTH_MAX };
+            run.map_or(longest.min(usual), |run| run.sequence_length)
+        }
     };
+    let config = run.map(|run| &run.config);
     Ok(EvaluationSettings {
         sequence_length,
         rows: rows as usize,
         respect_document_boundaries: run.is_none_or(|run| run.config.data.respect_document_boundaries),
         tokens_max: args.tokens_max,
+        spans: spans::of_evaluation(&trained.spec, config, tokenizer, sequence_length)?,
     })
 }
 
@@ -257,7 +264,7 @@ fn together(args: &Args, kind: Combination, models: &[Trained]) -> Result<()> {
         );
     }
     // A row at a time: all logits of a row are in memory.
-    let each = models.iter().map(|model| settings(args, model, 1)).collect::<Result<Vec<_>>>()?;
+    let each = models.iter().map(|model| settings(args, model, &tokenizer, 1)).collect::<Result<Vec<_>>>()?;
     let shortest = each.iter().min_by_key(|settings| settings.sequence_length).expect("there are models");
     let scratch = Scratch::new()?;
     let texts = open(&args.data, &args.form(), &tokenizer, scratch.path())?;

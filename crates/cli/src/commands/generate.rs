@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use trainyard_data::{ChatTemplate, Tokenizer};
 use trainyard_engine::generate::{Sampling, generate};
+use trainyard_engine::spans;
 use trainyard_engine::trained::{Trained, open_trained};
 use trainyard_model::hf;
 
@@ -67,10 +68,11 @@ pub fn run(args: &Args) -> Result<()> {
         prompt.extend(tokenizer.before());
         prompt.extend(tokenizer.encode(&args.prompt).context("cannot tokenize the prompt")?);
     }
+    let prompt = spans::prompt(&trained.spec, &tokenizer, prompt)?;
     if prompt.is_empty() {
         bail!("--prompt is empty: give at least one character");
     }
-    if !args.chat {
+    if !args.chat && trained.spec.encoder.is_none() {
         print(&args.prompt)?;
     }
     let mut decoder = tokenizer.stream_decoder();

@@ -226,7 +226,7 @@ fn of_training(config: &Config, args: &Args) -> Result<Inspection> {
     let mut inputs = inputs_for(config, Inputs::of_this_machine())?;
     let first = config.resolve(&inputs)?;
     let corpora = Corpora::open(&first, note)?;
-    inputs.tokenizer_vocabulary = Some(corpora.tokenizer.vocab_size());
+    inputs.knows(&corpora.tokenizer);
     let resolved = config.resolve(&inputs)?;
     let dataset = corpora.dataset(&resolved, model_spec(&resolved)?.vocab_size)?;
     let validation = corpora.validation()?;

@@ -27,6 +27,7 @@ use trainyard_engine::predict::Preprocessing;
 use trainyard_engine::resume::{GoingOn, ModelChange, rate_change, twice_as_long};
 use trainyard_engine::session::{Session, files};
 use trainyard_engine::shape::compute_dtype;
+use trainyard_engine::spans;
 use trainyard_engine::trainer::{Control, Ending, Summary, train};
 use trainyard_engine::warning::warning;
 use trainyard_engine::{EngineError, world};
@@ -521,7 +522,13 @@ fn sample(session: &Session) -> Result<String, EngineError> {
     let Some(tokenizer) = &session.tokenizer else { return Ok(String::new()) };
     let mut decoder = tokenizer.stream_decoder();
     let mut text = tokenizer.decode(&prompt);
-    generate(&session.rank, &prompt, SAMPLE_TOKENS, Sampling::default(), &[], |token| {
+    let (mut prompt, mut stop) = (prompt, Vec::new());
+    if let Some(spec) = session.rank.model().spec().filter(|spec| spec.encoder.is_some()) {
+        prompt = spans::prompt(spec, tokenizer, prompt)?;
+        stop.extend(tokenizer.eos());
+        text += "\n→ ";
+    }
+    generate(&session.rank, &prompt, SAMPLE_TOKENS, Sampling::default(), &stop, |token| {
         text += &decoder.push(token);
         true
     })?;

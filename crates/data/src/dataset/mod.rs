@@ -14,6 +14,7 @@
 mod batch;
 mod mixture;
 mod packing;
+mod spans;
 mod transforms;
 
 use std::ops::Range;
@@ -25,6 +26,7 @@ use xxhash_rust::xxh3::Xxh3;
 pub use batch::{IGNORE, MicroBatch};
 pub(crate) use mixture::check_weights;
 pub use packing::PackingReport;
+pub use spans::{SpanCorruption, SpanLengths, SpanShape};
 pub use transforms::{FillInTheMiddle, LengthCurriculum, Transforms};
 
 use crate::error::{DataError, Result};
@@ -33,6 +35,7 @@ use crate::prepare::Sidecar;
 use crate::rng::{Permutation, Stream};
 use mixture::Mixture;
 use packing::Packing;
+use transforms::PLACES;
 
 /// The specification of a sequence of samples.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -53,6 +56,14 @@ pub struct DatasetSpec {
     /// Changes to the samples.
     #[serde(default)]
     pub transforms: Transforms,
+}
+
+impl DatasetSpec {
+    /// Tokens of text of a sample: its positions, unless spans of a longer text are taken out.
+    pub fn text_length(&self) -> usize {
+        let spans = self.transforms.span_corruption.as_ref();
+        spans.and_then(|spans| spans.shape.lengths(self.sequence_length)).map_or(self.sequence_length, |l| l.text)
+    }
 }
 
 /// One corpus of a mixture.
@@ -187,7 +198,7 @@ impl Dataset {
             corpus.fingerprint_into(&mut hash);
         }
         if spec.transforms != Transforms::default() {
-            hash.update(format!("{:?}", spec.transforms).as_bytes());
+            hash.update(spec.transforms.identity().as_bytes());
         }
         format!("{:016x}", hash.digest())
     }
@@ -214,6 +225,11 @@ impl Dataset {
             } else {
                 for range in ranges {
                     corpus.read_into(range.clone(), vocab_size, &mut tokens)?;
+                    if let Some(spans) = &transforms.span_corruption {
+                        let lengths = spans.lengths(spec.sequence_length)?;
+                        batch.push_corrupted(&tokens[..lengths.text], spans, lengths, seed, sample * PLACES);
+                        continue;
+                    }
                     if transforms.fill_in_the_middle.is_some() {
                         transforms.fill(seed, sample, &sections_of(corpus, &range), &mut tokens);
                     }
@@ -230,7 +246,7 @@ impl Dataset {
     pub fn locate(&self, i: u64) -> (usize, Vec<Range<u64>>) {
         let (c, nth) = self.mixture.place(i);
         let corpus = &self.corpora[c];
-        let length = self.spec.sequence_length as u64;
+        let length = self.spec.text_length() as u64;
         let stream = (c as u32) << 2;
         let rows = self.rows(c);
         let (epoch, place) = (nth / rows, nth % rows);
@@ -266,7 +282,7 @@ impl Dataset {
     fn rows(&self, c: usize) -> u64 {
         match self.packings.get(c) {
             Some(packing) => packing.report().rows,
-            None => rows_of(self.corpora[c].tokens(), self.spec.sequence_length),
+            None => rows_of(self.corpora[c].tokens(), self.spec.text_length()),
         }
     }
 }
@@ -322,6 +338,10 @@ fn check(spec: &DatasetSpec) -> Result<()> {
     if spec.vocab_size == 0 {
         return Err(DataError::setting("vocab_size", "is 0", "give the model's vocabulary size"));
     }
+    if spec.transforms.span_corruption.is_some() && spec.sampling == Sampling::BestFit {
+        let what = "is given with best-fit sampling".to_owned();
+        return Err(DataError::setting("span_corruption_rate", what, "cut rows of equal length: packed, or random"));
+    }
     spec.transforms.check(spec.sequence_length, spec.vocab_size)
 }
 
@@ -352,11 +372,13 @@ fn open_source(prefix: &Path, spec: &DatasetSpec) -> Result<(IndexedTokens, Opti
         }
         hash = Some(part.bin_xxh3 + part.mask_xxh3.as_deref().unwrap_or_default());
     }
-    if corpus.is_masked() && spec.transforms.fill_in_the_middle.is_some() {
+    let moves = [spec.transforms.fill_in_the_middle.is_some(), spec.transforms.span_corruption.is_some()];
+    if corpus.is_masked() && moves.contains(&true) {
         let what = format!("moves tokens, and {} says of each whether it is a target", prefix.display());
-        return Err(DataError::setting("fill-in-the-middle", what, "leave it out for conversations"));
+        let name = if moves[0] { "fill-in-the-middle" } else { "span_corruption_rate" };
+        return Err(DataError::setting(name, what, "leave it out for conversations"));
     }
-    let needed = spec.sequence_length as u64 + 1;
+    let needed = spec.text_length() as u64 + 1;
     if corpus.tokens() < needed {
         return Err(DataError::TooLittle {
             what: format!(

@@ -1,4 +1,4 @@
-//! Changes to samples: fill-in-the-middle, noise, and a curriculum of lengths.
+//! Changes to samples: fill-in-the-middle, noise, a curriculum of lengths, and span corruption.
 //!
 //! Each is a function of the seed, the number of the sample and the place in it, so that any number
 //! of ranks and workers sees the same changes, and resuming costs nothing.
@@ -8,6 +8,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::batch::MicroBatch;
+use super::spans::SpanCorruption;
 use crate::error::{DataError, Result};
 use crate::rng::Stream;
 
@@ -20,6 +21,9 @@ pub struct Transforms {
     pub noise_rate: f64,
     /// Divides long segments of the first samples.
     pub curriculum: Option<LengthCurriculum>,
+    /// Takes spans out of the text, to be given back. It goes with no other change.
+    #[serde(default)]
+    pub span_corruption: Option<SpanCorruption>,
 }
 
 /// Moves the middle of a document behind its end (Bavarian et al. 2022), so that a model learns to
@@ -63,7 +67,7 @@ const FILL_TOKENS_MIN: usize = 16;
 const CURRICULUM_STRIDE: usize = 8;
 
 /// Random places of a sample: more than a row has tokens.
-const PLACES: u64 = 1 << 25;
+pub(super) const PLACES: u64 = 1 << 25;
 
 impl Transforms {
     /// Refuses rates that are no probabilities, and tokens outside the vocabulary.
@@ -77,6 +81,13 @@ impl Transforms {
             if !(0.0..=1.0).contains(&rate) {
                 return Err(DataError::setting(name, format!("is {rate}"), "take a probability from 0 to 1"));
             }
+        }
+        if let Some(spans) = &self.span_corruption {
+            if *self != (Transforms { span_corruption: Some(*spans), ..Transforms::default() }) {
+                let what = "is given beside another change of samples".to_owned();
+                return Err(DataError::setting("span_corruption_rate", what, "leave one of them out"));
+            }
+            spans.check(sequence_length, vocab_size)?;
         }
         let tokens = fill.map_or([0; 3], |fill| [fill.prefix, fill.middle, fill.suffix]);
         if let Some(token) = tokens.iter().find(|token| **token >= vocab_size) {
@@ -136,6 +147,21 @@ impl Transforms {
         if let Some(longest) = self.curriculum.and_then(|curriculum| curriculum.longest(sample, length)) {
             batch.divide_last_row(longest);
         }
+    }
+}
+
+impl Transforms {
+    /// What identifies the changes.
+    pub(super) fn identity(&self) -> String {
+        let Transforms { fill_in_the_middle, noise_rate, curriculum, span_corruption } = self;
+        let mut text = format!(
+            "Transforms {{ fill_in_the_middle: {fill_in_the_middle:?}, noise_rate: {noise_rate:?}, curriculum: \
+             {curriculum:?} }}"
+        );
+        if let Some(spans) = span_corruption {
+            text += &format!(" {spans:?}");
+        }
+        text
     }
 }
 

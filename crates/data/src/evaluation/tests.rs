@@ -23,7 +23,7 @@ proptest! {
         }
         writer.finish().unwrap();
         let tokens = IndexedTokens::open(&prefix).unwrap();
-        let options = EvalOptions { sequence_length: length, rows, vocab_size: 1000, respect_document_boundaries: respect, tokens_max: most };
+        let options = EvalOptions { sequence_length: length, rows, vocab_size: 1000, respect_document_boundaries: respect, tokens_max: most, spans: None };
         let batches = eval_batches(&tokens, options).unwrap();
         let expected_batches = batches.batches() as usize;
         let batches: Vec<MicroBatch> = batches.map(Result::unwrap).collect();

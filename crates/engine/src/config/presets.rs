@@ -66,6 +66,10 @@ fn keys(spec: &ModelSpec) -> Table {
             set(key, Value::Boolean(value));
         }
     }
+    let half = usual.encoder.map(|encoder| encoder.layers);
+    if let Some(layers) = spec.encoder.map(|encoder| encoder.layers).filter(|layers| Some(*layers) != half) {
+        set("encoder_layers", whole(layers));
+    }
     if let Some(base) = spec.mup_base_dim {
         set("mup_base_dim", whole(base));
     }

@@ -5,14 +5,17 @@ use super::error::Problems;
 use super::mistaken::{hub_dataset, hub_model};
 use super::resolve_images::ImageSettings;
 use super::resolve_model::ModelShape;
+use super::resolve_spans::SpanSettings;
 use super::sections::*;
 use super::value::ConfigValue;
 use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel, ServerRule};
 use crate::averaging::Averaging;
 use crate::constraints::WeightConstraints;
 use crate::schedule::{Schedule, usual_warmup};
+use crate::spans::sentinels;
 use serde::Serialize;
 use std::path::PathBuf;
+use trainyard_data::Tokenizer;
 use trainyard_model::ImageSpec;
 use trainyard_tensor::cpu::Isa;
 
@@ -45,6 +48,9 @@ pub struct Inputs {
     pub sharing: usize,
     /// Tokens in the tokenizer's vocabulary, once it is known.
     pub tokenizer_vocabulary: Option<usize>,
+    /// Tokens for the spans that span corruption takes out, which the tokenizer has; 0 while it is
+    /// not known.
+    pub sentinels: usize,
     /// The names of the classes of images, once the data is opened.
     pub classes: Option<Vec<String>>,
     /// Facts from the `config.json` in `model.path`, once it is read.
@@ -66,6 +72,8 @@ pub struct Pretrained {
     pub layers: usize,
     /// Its images; None for a model of text.
     pub image: Option<ImageSpec>,
+    /// True if it has an encoder beside its decoder.
+    pub paired: bool,
 }
 
 /// The threads of one process, from `OMP_NUM_THREADS`.
@@ -74,6 +82,12 @@ pub(crate) fn omp_num_threads() -> Option<usize> {
 }
 
 impl Inputs {
+    /// Notes what depends on the tokenizer.
+    pub fn knows(&mut self, tokenizer: &Tokenizer) {
+        self.tokenizer_vocabulary = Some(tokenizer.vocab_size());
+        self.sentinels = sentinels(tokenizer);
+    }
+
     /// Inputs of one rank on this machine; `OMP_NUM_THREADS` is respected.
     pub fn of_this_machine() -> Inputs {
         let available = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -87,6 +101,7 @@ impl Inputs {
             processes: None,
             sharing: 1,
             tokenizer_vocabulary: None,
+            sentinels: 0,
             classes: None,
             pretrained: None,
             sequences_per_epoch: None,
@@ -186,6 +201,8 @@ pub struct Resolved {
     pub sequence_length: usize,
     /// The images; None for text.
     pub images: Option<ImageSettings>,
+    /// The span corruption; None if there is none.
+    pub spans: Option<SpanSettings>,
     /// The limits of the training.
     pub limits: Limits,
     /// The update rule.
@@ -260,6 +277,7 @@ impl Config {
         let mut r = Resolver::new(requested.clone());
         r.run();
         r.images = r.images(inputs);
+        r.spans = if r.images.is_none() { r.spans(inputs) } else { None };
         let model = r.model(inputs);
         r.fine_tuning();
         match r.images {
@@ -289,6 +307,9 @@ impl Config {
             r.image_divisions(&parallel);
             r.image_workers(inputs, &parallel, threads);
         }
+        if r.spans.is_some_and(|spans| spans.paired) {
+            r.paired_divisions(&parallel);
+        }
         r.memory();
         r.rest(validation);
         r.path_exists("model.path", self.model.path.as_ref());
@@ -305,6 +326,7 @@ impl Config {
             batch,
             sequence_length,
             images: r.images,
+            spans: r.spans,
             limits,
             optimizer,
             constraints,
@@ -329,6 +351,7 @@ impl Config {
     pub fn resolve_model(&self, inputs: &Inputs) -> Result<ModelSource, ConfigError> {
         let mut r = Resolver::new(self.clone());
         r.images = r.images(inputs);
+        r.spans = if r.images.is_none() { r.spans(inputs) } else { None };
         let model = r.model(inputs);
         r.problems.into_result(model)
     }
@@ -342,11 +365,13 @@ pub(super) struct Resolver {
     pub(super) problems: Problems,
     /// The images, once they are resolved; None for text.
     pub(super) images: Option<ImageSettings>,
+    /// The span corruption, once it is resolved; None if there is none.
+    pub(super) spans: Option<SpanSettings>,
 }
 
 impl Resolver {
     pub(super) fn new(config: Config) -> Resolver {
-        Resolver { config, derivations: Vec::new(), problems: Problems::default(), images: None }
+        Resolver { config, derivations: Vec::new(), problems: Problems::default(), images: None, spans: None }
     }
 
     /// Reports a problem of `key`, shown with the place where the key was set.

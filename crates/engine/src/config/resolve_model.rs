@@ -47,6 +47,8 @@ pub struct ModelShape {
     pub init_std: f64,
     pub mup_base_dim: Option<usize>,
     pub experts: Option<ExpertsSpec>,
+    /// Blocks of the encoder; `None` for families without one.
+    pub encoder_layers: Option<usize>,
     pub image: Option<ImageSpec>,
 }
 
@@ -239,6 +241,7 @@ impl Resolver {
             init_std,
             mup_base_dim: m.mup_base_dim,
             experts: self.experts(family, &family.usual(&sizes), ffn_dim),
+            encoder_layers: self.encoder_layers(family, layers),
             image: self.images.as_ref().map(|images| images.form.clone()),
         }
     }
@@ -358,11 +361,13 @@ impl Resolver {
                 Some(given)
             }
             (_, Some((tokens, whose))) => {
+                let sentinels = self.spans.filter(|_| inputs.sentinels == 0).map_or(0, |spans| spans.lengths.spans);
                 let because = "so that products with the embedding fill their tiles";
                 let multiple = self.settle("model.vocab_multiple", &m.vocab_multiple, 64, because).max(1);
-                let size = tokens.max(1).checked_next_multiple_of(multiple).unwrap_or(usize::MAX);
+                let size = (tokens.max(1) + sentinels).checked_next_multiple_of(multiple).unwrap_or(usize::MAX);
                 let instead = m.vocab_size.map(|n| format!(", instead of the preset's {n}")).unwrap_or_default();
-                let because = format!("{whose} {tokens}, rounded up to a multiple of {multiple}{instead}");
+                let more = if sentinels > 0 { format!(" and {sentinels} for spans") } else { String::new() };
+                let because = format!("{whose} {tokens}{more}, rounded up to a multiple of {multiple}{instead}");
                 self.fill(key, &size, because);
                 self.count(key, Some(size as u64), 1, VOCABULARY_MAX);
                 Some(size)

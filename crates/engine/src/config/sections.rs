@@ -265,6 +265,10 @@ section! {
         /// Transformer blocks.
         #[elsewhere("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")]
         layers: Option<usize> = None;
+        /// Blocks of the encoder, the first of `layers`; the others are the decoder's. Family t5
+        /// only. Unset: half.
+        #[elsewhere("num_encoder_layers")]
+        encoder_layers: Option<usize> = None;
         /// Attention heads.
         #[elsewhere("num_attention_heads", "n_head", "n_heads", "num_heads")]
         heads: Option<usize> = None;
@@ -423,6 +427,13 @@ section! {
         fim_spm_rate: f64 = 0.5;
         /// Probability with which an input token is replaced by a random one; targets stay.
         token_noise: f64 = 0.0;
+        /// Share of the tokens that is taken out of the text in spans, to be given back behind it
+        /// (T5). Unset: 0.15 for a model with an encoder, none for others.
+        #[elsewhere("noise_density", "mlm_probability")]
+        span_corruption_rate: Option<f64> = None;
+        /// Mean length of these spans, in tokens. Unset: 3.
+        #[elsewhere("mean_noise_span_length", "mean_span_length")]
+        span_length: Option<f64> = None;
         /// Longest segment at the first step of a length curriculum; rows keep their length. Unset:
         /// no curriculum.
         #[elsewhere("min_difficulty", "seqlen_start")]

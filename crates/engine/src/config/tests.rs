@@ -10,6 +10,7 @@ fn inputs() -> Inputs {
         cores_because: "cores that this process may use".to_owned(),
         processes: None,
         sharing: 1,
+        sentinels: 0,
         tokenizer_vocabulary: None,
         classes: None,
         pretrained: None,
@@ -439,7 +440,7 @@ fn all_problems_are_reported_together() {
 
 #[test]
 fn a_tokenizer_larger_than_a_loaded_model_is_an_error() {
-    let pretrained = Pretrained { vocab_size: 1000, max_sequence_length: 128, layers: 2, image: None };
+    let pretrained = Pretrained { vocab_size: 1000, max_sequence_length: 128, layers: 2, image: None, paired: false };
     let inputs = Inputs { tokenizer_vocabulary: Some(1001), pretrained: Some(pretrained), ..inputs() };
     let text = "[model]\npath = 'src'\n[data]\ntrain = 'src'\n[training]\nsteps = 1\nsequence_length = 256";
     let error = parse(text, &[]).unwrap().resolve(&inputs).unwrap_err().to_string();

@@ -78,6 +78,7 @@ impl Run<'_> {
             rows: session.resolved.batch.micro,
             respect_document_boundaries: config.data.respect_document_boundaries,
             tokens_max: config.evaluation.tokens_max,
+            spans: session.dataset.span_corruption(),
         };
         let (control, progress) = (self.control, &mut *self.progress);
         // Rank 0 decides whether to stop.

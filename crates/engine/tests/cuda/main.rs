@@ -354,6 +354,7 @@ fn emulated_kernels_evaluate_and_generate_like_the_cpu() {
                 rows: 3,
                 respect_document_boundaries: true,
                 tokens_max: Some(9 * 32),
+                spans: None,
             };
             let loss = evaluate(&trained.rank, &texts, trained.tokenizer.as_ref().unwrap(), settings).unwrap();
             let prompt = trained.tokenizer.as_ref().unwrap().encode("17 42").unwrap();

@@ -54,10 +54,7 @@ const PARAMETERS: &[Row] = &[
     row(
         "mlp.gate_up.weight",
         Cut::GateUpRows,
-        &[
-            "encoder.block.{}.layer.1.DenseReluDense.wi_0.weight",
-            "encoder.block.{}.layer.1.DenseReluDense.wi_1.weight",
-        ],
+        &["encoder.block.{}.layer.1.DenseReluDense.wi_0.weight", "encoder.block.{}.layer.1.DenseReluDense.wi_1.weight"],
     ),
     row("mlp.down.weight", Cut::FfnColumns, &["encoder.block.{}.layer.1.DenseReluDense.wo.weight"]),
     row("last_norm.weight", Cut::Residual, &["encoder.final_layer_norm.weight"]),
@@ -85,10 +82,7 @@ const PARAMETERS: &[Row] = &[
     row(
         "decoder.mlp.gate_up.weight",
         Cut::GateUpRows,
-        &[
-            "decoder.block.{}.layer.2.DenseReluDense.wi_0.weight",
-            "decoder.block.{}.layer.2.DenseReluDense.wi_1.weight",
-        ],
+        &["decoder.block.{}.layer.2.DenseReluDense.wi_0.weight", "decoder.block.{}.layer.2.DenseReluDense.wi_1.weight"],
     ),
     row("decoder.mlp.down.weight", Cut::FfnColumns, &["decoder.block.{}.layer.2.DenseReluDense.wo.weight"]),
     row("norm.weight", Cut::Residual, &["decoder.final_layer_norm.weight"]),
@@ -217,7 +211,8 @@ impl Definition for T5 {
         let tied = keys.flag("tie_word_embeddings")?.unwrap_or(true);
         spec.tie_embeddings = tied && scaled.unwrap_or(true);
         // Follow from other keys.
-        for key in ["dense_act_fn", "is_gated_act", "classifier_dropout", "decoder_start_token_id", "initializer_range"] {
+        for key in ["dense_act_fn", "is_gated_act", "classifier_dropout", "decoder_start_token_id", "initializer_range"]
+        {
             keys.take(key);
         }
         Ok(spec)
@@ -267,7 +262,8 @@ impl Definition for T5 {
             ));
         }
         let encoder = spec.encoder.as_ref();
-        let encoder = encoder.ok_or_else(|| ModelError::Spec { field: "encoder", problem: "family t5 needs one".into() })?;
+        let encoder =
+            encoder.ok_or_else(|| ModelError::Spec { field: "encoder", problem: "family t5 needs one".into() })?;
         Ok(Box::new(SideBlock::new(spec, encoder, layer)))
     }
 }

@@ -131,11 +131,7 @@ impl SideBlock {
             name: format!("block.{layer}"),
             parameters: parameters.finish(),
             bias: [if decodes { Embedding::DECODER_BIAS } else { Embedding::ENCODER_BIAS }],
-            buckets: Buckets {
-                count: encoder.buckets,
-                max_distance: encoder.max_distance,
-                both_ways: !decodes,
-            },
+            buckets: Buckets { count: encoder.buckets, max_distance: encoder.max_distance, both_ways: !decodes },
             norm1,
             qkv,
             out,

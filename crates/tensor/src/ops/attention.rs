@@ -125,7 +125,11 @@ impl Segments {
     }
 }
 
-pub(super) fn columns<'a, T>(data: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[Rows<'a, T>; 3], TensorError> {
+pub(super) fn columns<'a, T>(
+    data: &'a [T],
+    rows: usize,
+    spec: &AttentionSpec,
+) -> Result<[Rows<'a, T>; 3], TensorError> {
     let (q, kv) = (spec.q_cols(), spec.kv_cols());
     let all = Rows::dense(data, rows, q + 2 * kv)?;
     Ok([all.columns(0..q), all.columns(q..q + kv), all.columns(q + kv..q + 2 * kv)])

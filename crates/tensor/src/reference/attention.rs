@@ -120,7 +120,8 @@ pub fn forward_biased(
             result.lse[head * queries + query] = lse;
             for (p, (key, distance)) in p.iter().zip(&keys) {
                 let from = (key * spec.kv_heads + kv_head) * d;
-                let magnitude = bias(head, *distance).abs() + spec.scale.abs() as f64 * dot_abs(row, &k[from..from + d]);
+                let magnitude =
+                    bias(head, *distance).abs() + spec.scale.abs() as f64 * dot_abs(row, &k[from..from + d]);
                 result.score_magnitude = result.score_magnitude.max(magnitude);
                 for c in 0..d {
                     result.out.value[at + c] += p * v[from + c];

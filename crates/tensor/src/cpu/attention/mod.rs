@@ -55,8 +55,8 @@ use super::amx::Tiles;
 use super::isa::pairs_are_fast;
 use super::{Cpu, Isa};
 use crate::cpu::threads::Shares;
-use distance::Padded;
 use crate::dtype::{DType, Element};
+use distance::Padded;
 
 /// The shape of one attention function.
 #[derive(Clone, Copy, Debug, PartialEq)]
