@@ -14,7 +14,6 @@ use trainyard_engine::config::{Compute, Resolved};
 use trainyard_engine::predict::predict;
 use trainyard_engine::shape;
 use trainyard_engine::world::run;
-use trainyard_model::BatchShape;
 use trainyard_program::runnable;
 use trainyard_tensor::Purpose;
 
@@ -44,10 +43,10 @@ impl Draw {
 
 /// The settings of the model of a plan: one rank with them has the loss that the plan must have.
 fn model(draw: &mut Draw) -> Vec<String> {
-    let families = ["llama", "gpt2", "gemma3", "olmo2", "phi3", "mixtral", "qwen3_moe", "dots1"];
+    let families = ["llama", "gpt2", "gemma3", "olmo2", "phi3", "mixtral", "qwen3_moe", "dots1", "t5"];
     let family = draw.of(&families);
     let mut sets = vec![format!("model.family='{family}'"), format!("model.layers={}", draw.of(&[2, 4]))];
-    if family == "gpt2" {
+    if ["gpt2", "t5"].contains(&family) {
         sets.push("model.kv_heads=4".to_owned());
     }
     if ["mixtral", "qwen3_moe", "dots1"].contains(&family) {
@@ -137,7 +136,7 @@ fn plans(resolved: &Resolved) -> Result<(), EngineError> {
     for rank in 0..resolved.parallel.ranks as u32 {
         let spec = shape::model_spec(resolved)?;
         let model = shape::model_of(resolved, spec.clone(), rank)?;
-        let batch = BatchShape::uniform(resolved.batch.micro, common::LENGTH);
+        let batch = shape::batch_shape(resolved, &model);
         let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(resolved))?;
         let strategy = shape::strategy(resolved, model.units().len())?;
         let [program, _] = shape::programs(&model_shape, &mesh, &strategy, rank)?;
@@ -199,7 +198,10 @@ fn problem(resolved: &Resolved, ends: &[End], expected: f64) -> Option<String> {
             let (measured, predicted) = (end.memory.peak(purpose), end.predicted.peak(purpose));
             // Routing decides how many rows come to a rank.
             let open = resolved.parallel.experts > 1 && matches!(purpose, Purpose::Activations | Purpose::Workspace);
-            if measured != predicted && !open {
+            // An optimizer whose every step was skipped, for gradients that overflow f16, has used
+            // none of its workspace.
+            let unused = purpose == Purpose::Workspace && end.outcomes.iter().all(|outcome| outcome.skipped);
+            if measured != predicted && !open && !(unused && measured < predicted) {
                 return Some(format!("rank {rank}: {purpose} is {measured} and not {predicted} bytes"));
             }
         }

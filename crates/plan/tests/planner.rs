@@ -24,6 +24,7 @@ fn small() -> Architecture {
         dim: 1024,
         layers: 6,
         encoder_layers: 0,
+        divided: false,
         heads: 8,
         kv_heads: 4,
         head_dim: 128,

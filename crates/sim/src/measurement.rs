@@ -277,6 +277,7 @@ impl Fields<'_> {
             dim: self.number("hidden")?,
             layers: self.number("layers")?,
             encoder_layers: 0,
+            divided: false,
             heads: self.number("heads")?,
             kv_heads: self.number("kv_heads")?,
             head_dim: self.number("head_dim")?,

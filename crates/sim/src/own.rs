@@ -8,7 +8,7 @@ use crate::stack::Stack;
 use crate::transformer::{Architecture, Units, Workload};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{UnitCost, unit_costs};
-use trainyard_model::{Model, ModelError, ModelSpec};
+use trainyard_model::{EncoderSpec, Model, ModelError, ModelSpec};
 use trainyard_tensor::DType;
 
 /// The units of `spec` on one rank of an unsplit model, with the kept and held bytes that the
@@ -19,7 +19,7 @@ use trainyard_tensor::DType;
 /// A `spec` that is no valid model; a sequence longer than its positions.
 pub fn own_units(spec: &ModelSpec, work: &Workload, stack: &Stack, dtype: DType) -> Result<Units, ModelError> {
     let mut units = Architecture::from(spec).units(work, stack);
-    let one = Model::new(ModelSpec { layers: 1, sliding_layers: None, ..spec.clone() })?;
+    let one = one_of_each(spec)?;
     let shape = one.batch_shape(work.micro_batch as usize, work.sequence as usize);
     let cost = |policy| unit_costs(&one, &shape, dtype, policy);
     let [everything, selective, nothing] =
@@ -40,6 +40,13 @@ pub fn own_units(spec: &ModelSpec, work: &Workload, stack: &Stack, dtype: DType)
     Ok(units)
 }
 
+/// The model with one block of each kind.
+fn one_of_each(spec: &ModelSpec) -> Result<Model, ModelError> {
+    let encoder = spec.encoder.map(|encoder| EncoderSpec { layers: 1, ..encoder });
+    let layers = if encoder.is_some() { 2 } else { 1 };
+    Model::new(ModelSpec { layers, encoder, sliding_layers: None, ..spec.clone() })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -50,25 +57,27 @@ mod tests {
     #[test]
     fn kernels_have_the_flops_of_the_models_own_code() {
         let stack = Stack::named("trainyard").unwrap();
-        for name in ["gpt2-124m", "llama-1b", "qwen2.5-0.5b"] {
+        for name in ["gpt2-124m", "llama-1b", "qwen2.5-0.5b", "t5-small", "t5-v1.1-small"] {
             let spec = trainyard_model::preset(name).unwrap();
             let work = Workload { sequence: 512, micro_batch: 2, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
             let units = Architecture::from(&spec).units(&work, &stack);
-            let one = Model::new(ModelSpec { layers: 1, ..spec.clone() }).unwrap();
+            let one = one_of_each(&spec).unwrap();
             let shape = one.batch_shape(2, 512);
             let costs = unit_costs(&one, &shape, DType::BF16, Policy::Everything).unwrap();
-            let block = &units.kinds[1];
-            let flops = |kernels: &[Kernel]| kernels.iter().map(Kernel::flops).sum::<f64>();
-            let pairs = [
-                ("forward", flops(&block.forward), costs[1].forward.flops as f64),
-                (
-                    "backward",
-                    flops(&block.backward_input) + flops(&block.backward_weights),
-                    costs[1].backward.flops as f64,
-                ),
-            ];
-            for (pass, ours, theirs) in pairs {
-                assert!((0.93..=1.01).contains(&(ours / theirs)), "{name} {pass}: {ours:.3e} of {theirs:.3e}");
+            let blocks = 1..units.kinds.len() - 1;
+            for (block, costs) in units.kinds[blocks.clone()].iter().zip(&costs[blocks]) {
+                let flops = |kernels: &[Kernel]| kernels.iter().map(Kernel::flops).sum::<f64>();
+                let pairs = [
+                    ("forward", flops(&block.forward), costs.forward.flops as f64),
+                    (
+                        "backward",
+                        flops(&block.backward_input) + flops(&block.backward_weights),
+                        costs.backward.flops as f64,
+                    ),
+                ];
+                for (pass, ours, theirs) in pairs {
+                    assert!((0.93..=1.01).contains(&(ours / theirs)), "{name} {pass}: {ours:.3e} of {theirs:.3e}");
+                }
             }
         }
     }

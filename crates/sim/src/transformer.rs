@@ -10,6 +10,7 @@ use crate::constants::AttentionKind;
 use crate::kernel::Kernel;
 use crate::stack::{Selective, Stack};
 use serde::Deserialize;
+use trainyard_model::EncoderSpec;
 
 /// A model's shape.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
@@ -21,6 +22,10 @@ pub struct Architecture {
     /// Number of blocks of an encoder before them.
     #[serde(default)]
     pub encoder_layers: u32,
+    /// True if the positions of a sequence are the encoder's and then the decoder's, in the parts
+    /// of [`EncoderSpec::usual_positions`]. Otherwise both have as many as a sequence.
+    #[serde(default)]
+    pub divided: bool,
     /// Number of query heads.
     pub heads: u32,
     /// Number of key and value heads.
@@ -215,7 +220,12 @@ impl Architecture {
 
     /// The model's units on one rank.
     pub fn units(&self, work: &Workload, stack: &Stack) -> Units {
-        let builder = Builder { model: self, work, stack };
+        let length = work.sequence as usize;
+        let read = if self.divided { EncoderSpec::usual_positions(length) as u32 } else { work.sequence };
+        let said = if self.divided { work.sequence - read } else { work.sequence };
+        let [of_encoder, of_decoder] = [read, said].map(|sequence| Workload { sequence, ..*work });
+        let on = |work| Builder { model: self, work, stack, read };
+        let builder = on(work);
         let mut kinds = vec![builder.embedding()];
         let mut order = vec![(0, "embedding".to_owned())];
         let mut push = |unit: UnitWork, count: u32, name: &str, order: &mut Vec<(usize, String)>| {
@@ -223,10 +233,14 @@ impl Architecture {
             order.extend((0..count).map(|layer| (kinds.len() - 1, format!("{name}.{layer}"))));
         };
         if self.encoder_layers > 0 {
-            push(builder.block(false, false), self.encoder_layers, "encoder", &mut order);
+            push(on(&of_encoder).block(false, false), self.encoder_layers, "encoder", &mut order);
         }
-        push(builder.block(self.patch_len == 0, self.encoder_layers > 0), self.layers, "block", &mut order);
-        push(builder.head(), 1, "head", &mut order);
+        push(on(&of_decoder).block(self.patch_len == 0, self.encoder_layers > 0), self.layers, "block", &mut order);
+        push(on(&of_decoder).head(), 1, "head", &mut order);
+        // The positions of both sides cross every cut.
+        let stream = builder.tokens() * builder.dim() * HALF;
+        let blocks = 1..kinds.len() - 1;
+        kinds[blocks].iter_mut().for_each(|unit| unit.output = stream);
         order.last_mut().expect("a head").1 = "head".to_owned();
         Units { kinds, order }
     }
@@ -247,6 +261,8 @@ struct Builder<'a> {
     model: &'a Architecture,
     work: &'a Workload,
     stack: &'a Stack,
+    /// Positions of a sequence that cross-attention reads.
+    read: u32,
 }
 
 impl Builder<'_> {
@@ -314,9 +330,9 @@ impl Builder<'_> {
 
     fn block(&self, causal: bool, cross: bool) -> UnitWork {
         let mut unit = UnitWork::default();
-        self.attention(&mut unit, causal);
+        self.attention(&mut unit, causal, self.work.sequence);
         if cross {
-            self.attention(&mut unit, false);
+            self.attention(&mut unit, false, self.read);
         }
         self.mlp(&mut unit);
         unit.output = self.tokens() * self.dim() * HALF;
@@ -388,14 +404,23 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds norm, products, scores and residual of one attention.
-    fn attention(&self, unit: &mut UnitWork, causal: bool) {
+    /// Adds norm, products, scores and residual of one attention over `keys` positions of each
+    /// sequence.
+    fn attention(&self, unit: &mut UnitWork, causal: bool, keys: u32) {
         let (m, t, d) = (self.tokens(), self.split(), self.dim());
         let (q, qkv) = (self.model.q() / t, self.model.qkv() / t);
         let kv = (qkv - q) / 2.0;
         let stream = m * d * HALF / self.sequence_split();
         let start = unit.forward.len();
-        for (index, (n, k)) in self.model.projections().into_iter().enumerate() {
+        // Keys and values of another number of positions are a product of their own.
+        let others = (keys != self.work.sequence && self.model.latent.is_none())
+            .then(|| m / f64::from(self.work.sequence) * f64::from(keys));
+        if let Some(others) = others {
+            self.product(unit, m, q, d);
+            self.product(unit, others, 2.0 * kv, d);
+        }
+        let projections = if others.is_some() { Vec::new() } else { self.model.projections() };
+        for (index, (n, k)) in projections.into_iter().enumerate() {
             // Narrow vectors are made on every rank.
             let split = if self.model.latent.is_some() && index == 0 { self.sequence_split() } else { 1.0 };
             let n = if split > 1.0 || self.model.latent.is_some() && index == 0 { n } else { n / t };
@@ -406,7 +431,7 @@ impl Builder<'_> {
             let again: Vec<Kernel> = unit.forward[again..].to_vec();
             unit.selective.extend(again);
         }
-        self.scores(unit, causal);
+        self.scores(unit, causal, keys);
         self.product(unit, m, d, q);
         unit.elements += self.model.attention_elements();
         // Norm: read, write. Residual: two reads, a write. Dropout: its mask, and another pass if
@@ -471,8 +496,9 @@ impl Builder<'_> {
         self.score_heads() * s * s / f64::from(self.work.context)
     }
 
-    fn scores(&self, unit: &mut UnitWork, causal: bool) {
+    fn scores(&self, unit: &mut UnitWork, causal: bool, keys: u32) {
         let (s, c) = (f64::from(self.work.sequence), f64::from(self.model.head_dim));
+        let keys = f64::from(keys);
         let heads = self.score_heads();
         // Without balance, the last rank of a context group sees nearly all keys.
         let cp = f64::from(self.work.context);
@@ -480,8 +506,7 @@ impl Builder<'_> {
         let queries = s / cp * most;
         let kind = self.stack.attention;
         if kind != AttentionKind::Unfused {
-            let attention =
-                |backward| Kernel::Attention { kind, heads, queries, keys: s, head_dim: c, causal, backward };
+            let attention = |backward| Kernel::Attention { kind, heads, queries, keys, head_dim: c, causal, backward };
             unit.forward.push(attention(false));
             unit.backward_input.push(attention(true));
             if self.stack.selective == Selective::CoreAttention {
@@ -490,8 +515,8 @@ impl Builder<'_> {
             return;
         }
         let batched = |m, n, k| Kernel::Batched { batch: heads, m, n, k, head_dim: c };
-        let bytes = heads * queries * s * HALF;
-        let (up, down) = (batched(queries, s, c), batched(queries, c, s));
+        let bytes = heads * queries * keys * HALF;
+        let (up, down) = (batched(queries, keys, c), batched(queries, c, keys));
         // Scale, mask and softmax in one kernel: read, write; dropout: read, write, mask. Eager:
         // separate kernels, with softmax in f32.
         let passes = 2.0 + if self.stack.dropout { 2.5 } else { 0.0 } + if self.stack.fused { 0.0 } else { 5.0 };

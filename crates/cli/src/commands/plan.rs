@@ -510,11 +510,11 @@ fn named_model(name: &str) -> Result<(Architecture, Option<ModelSpec>)> {
             return Ok((mixture, None));
         }
         hf::from_config_json(&text).with_context(|| file.display().to_string())?.spec
-    } else if let Ok(spec) = preset(&usual_name(name)) {
+    } else if let Ok(spec) = preset(name).or_else(|_| preset(&usual_name(name))) {
         spec
     } else {
         let all = models();
-        if let Some(model) = all.get(&usual_name(name)) {
+        if let Some(model) = all.get(name).or_else(|| all.get(&usual_name(name))) {
             return Ok((model.clone(), None));
         }
         let names = all.keys().map(String::as_str).chain(PRESET_NAMES);

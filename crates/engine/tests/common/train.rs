@@ -19,7 +19,7 @@ use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
 use trainyard_engine::tier::Tiers;
 use trainyard_engine::world::run;
-use trainyard_model::{Batch, BatchShape, BatchSlices, IGNORED, Model};
+use trainyard_model::{Batch, BatchSlices, IGNORED, Model};
 use trainyard_program::{MemoryKind, Program};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{Device, Purpose, Usage};
@@ -92,8 +92,33 @@ fn tokens(vocab: u64, step: u64, row: usize) -> Vec<i32> {
     (0..=LENGTH as u64).map(next).collect()
 }
 
-/// Rows of one document each; every token has a target.
+/// Tokens of a row that an encoder reads; the decoder has the others. It is what span corruption
+/// makes of rows of [`LENGTH`].
+const READ: usize = 5;
+
+/// Rows of an encoder's sequence and its decoder's; a quarter of the decoder's tokens have no
+/// target.
+fn pairs(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
+    let (mut all, mut targets, mut positions, mut cu_seqlens) = (Vec::new(), Vec::new(), Vec::new(), vec![0]);
+    for row in first..first + rows {
+        let text = tokens(model.vocab_size() as u64, step, row);
+        let number = step * 4_099 + row as u64;
+        let is_masked = |place: usize| mixed(number * LENGTH as u64 + place as u64).is_multiple_of(4);
+        let is_target = |place: usize| place + 1 == LENGTH || place >= READ && !is_masked(place);
+        all.extend_from_slice(&text[..LENGTH]);
+        targets.extend((0..LENGTH).map(|place| if is_target(place) { text[place + 1] } else { IGNORED }));
+        positions.extend((0..READ as i32).chain(0..(LENGTH - READ) as i32));
+        cu_seqlens.extend([READ, LENGTH].map(|end| (all.len() - LENGTH + end) as i32));
+    }
+    let slices = BatchSlices::of_text(&all, Some(&targets), &positions, &cu_seqlens);
+    model.batch(device, &slices).unwrap()
+}
+
+/// Rows of one document each; every token has a target. Of a model with an encoder, [`pairs`].
 pub fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
+    if model.is_paired() {
+        return pairs(device, model, step, first, rows);
+    }
     let texts: Vec<Vec<i32>> = (first..first + rows).map(|row| tokens(model.vocab_size() as u64, step, row)).collect();
     let tokens: Vec<i32> = texts.iter().flat_map(|t| t[..LENGTH].to_vec()).collect();
     let targets: Vec<i32> = texts.iter().flat_map(|t| t[1..].to_vec()).collect();
@@ -106,6 +131,9 @@ pub fn batch(device: &Device, model: &Model, step: u64, first: usize, rows: usiz
 /// Rows of one to three documents of uneven lengths. The last token of a document, a quarter of the
 /// others, and in every third step all of row 5 have no target.
 pub fn documents(device: &Device, model: &Model, step: u64, first: usize, rows: usize) -> Batch {
+    if model.is_paired() {
+        return pairs(device, model, step, first, rows);
+    }
     let (mut all, mut targets, mut positions, mut cu_seqlens) = (Vec::new(), Vec::new(), Vec::new(), vec![0]);
     for row in first..first + rows {
         let text = tokens(model.vocab_size() as u64, step, row);
@@ -196,7 +224,7 @@ pub fn train_rank_as(
     let own = world.rank() as u32;
     let model = shape::model_of(resolved, spec.clone(), own)?;
     let rows = resolved.batch.micro;
-    let shape = BatchShape::uniform(rows, LENGTH);
+    let shape = shape::batch_shape(resolved, &model);
     let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
     let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;

@@ -282,6 +282,11 @@ pub struct Model {
 }
 
 impl Model {
+    /// True if units on several stages read one table: gradients of it are summed stage by stage.
+    pub fn shares(&self) -> bool {
+        self.tied || self.family == "t5"
+    }
+
     pub fn sets(&self) -> Vec<String> {
         let of_family: &[&str] = match self.family {
             "llama" => &["model.kv_heads=2"],
@@ -292,6 +297,7 @@ impl Model {
                 "experts.dense_layers=1",
                 "experts.bias_update_rate=0.01",
             ],
+            "t5" => &["model.kv_heads=6", "model.encoder_layers=2"],
             _ => &["model.kv_heads=6", "model.dropout=0.1"],
         };
         let mut sets: Vec<String> = of_family.iter().map(|set| (*set).to_owned()).collect();
@@ -312,6 +318,7 @@ impl fmt::Display for Model {
         let family = match self.family {
             "llama" => "Llama",
             "gpt2" => "GPT-2",
+            "t5" => "T5",
             other => other,
         };
         write!(f, "{family}, {}, {} tokens", if self.tied { "tied" } else { "untied" }, self.vocab)
@@ -320,6 +327,10 @@ impl fmt::Display for Model {
 
 /// A mixture with shared experts, whose first block has none, balanced by biases.
 pub const MIXTURE: Model = Model { family: "dots1", tied: false, vocab: 257 };
+
+/// An encoder of two blocks and a decoder of four.
+pub const ENCODER: [Model; 2] =
+    [Model { family: "t5", tied: true, vocab: 257 }, Model { family: "t5", tied: false, vocab: 1000 }];
 
 /// Both families, tied and untied, with vocabularies that ranks do and do not divide: every pair
 /// of two of these choices occurs.

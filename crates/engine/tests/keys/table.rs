@@ -59,6 +59,7 @@ const fn row(key: &'static str, context: &'static [&'static str], sets: &'static
 }
 
 const GPT2: &[&str] = &["model.family=gpt2"];
+const ENCODER: &[&str] = &["model.family=t5", "model.kv_heads=auto", "model.layers=4"];
 const NO_SHAPE: &[&str] =
     &["model.path={F}/hf", "model.dim=auto", "model.layers=auto", "model.heads=auto", "tokenizer.kind=auto"];
 const MIXTURE: &[&str] = &["model.family=mixtral"];
@@ -149,6 +150,7 @@ pub const ROWS: &[Row] = &[
     row("model.family", &[], &["model.family=gpt2"], Model),
     row("model.dim", &[], &["model.dim=32"], Model),
     row("model.layers", &[], &["model.layers=3"], Program),
+    row("model.encoder_layers", ENCODER, &["model.encoder_layers=1"], Model),
     row("model.heads", &[], &["model.heads=4"], Losses),
     row("model.kv_heads", &[], &["model.kv_heads=1"], Model),
     row("model.head_dim", &[], &["model.head_dim=16"], Model),
@@ -237,6 +239,8 @@ pub const ROWS: &[Row] = &[
         &[],
         Elsewhere("crates/data/tests/order.rs", "a_middle_is_filled_in_at_the_rate_that_is_asked_for"),
     ),
+    row("data.span_corruption_rate", &[], &["data.span_corruption_rate=0.3"], Losses),
+    row("data.span_length", ENCODER, &["data.span_length=1"], Losses),
     row("data.token_noise", &[], &["data.token_noise=0.5"], Losses),
     row("data.curriculum_start", &[], &["data.curriculum_start=8", "data.curriculum_steps=2"], Losses),
     row(
