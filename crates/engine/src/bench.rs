@@ -28,7 +28,7 @@ use std::time::Instant;
 use trainyard_base::median;
 use trainyard_comm::Communicator;
 use trainyard_data::rng::Stream;
-use trainyard_model::{BatchSlices, Model};
+use trainyard_model::{BatchSlices, IGNORED, Model};
 use trainyard_program::{Fragment, Program, StepKind, Strategy};
 use trainyard_tensor::{Device, Purpose};
 
@@ -359,9 +359,18 @@ impl Stepper {
                     drawn += count as u64;
                     (from..drawn).map(|i| random.below(i, vocabulary) as i32).collect()
                 };
-                let (tokens, targets) = (draw(rows * length), draw(rows * length));
-                let positions: Vec<i32> = (0..rows).flat_map(|_| 0..length as i32).collect();
-                let cu_seqlens: Vec<i32> = (0..=rows).map(|row| (row * length) as i32).collect();
+                let (tokens, mut targets) = (draw(rows * length), draw(rows * length));
+                let shape = shape::batch_shape(resolved, model);
+                let (mut positions, mut cu_seqlens) = (Vec::with_capacity(rows * length), vec![0]);
+                for (number, length) in shape.sequences.iter().enumerate() {
+                    let begin = positions.len();
+                    positions.extend(0..*length as i32);
+                    cu_seqlens.push(positions.len() as i32);
+                    if shape.paired && number % 2 == 0 {
+                        // What an encoder reads is not predicted.
+                        targets[begin..].iter_mut().take(*length).for_each(|target| *target = IGNORED);
+                    }
+                }
                 let slices = BatchSlices::of_text(&tokens, Some(&targets), &positions, &cu_seqlens);
                 Ok(model.batch(device, &slices)?)
             },

@@ -45,6 +45,13 @@ pub fn prompt(spec: &ModelSpec, tokenizer: &Tokenizer, mut text: Vec<u32>) -> Re
     Ok(text)
 }
 
+/// The name of a token that is a sentinel of the vocabulary and none of the tokenizer's: what
+/// `token` is written as. None for others.
+pub fn sentinel_in_words(spec: &ModelSpec, tokenizer: &Tokenizer, token: u32) -> Option<String> {
+    let outside = spec.encoder.is_some() && token as usize >= tokenizer.vocab_size();
+    outside.then(|| sentinel_name(spec.vocab_size.saturating_sub(1 + token as usize)))
+}
+
 /// Span corruption of sequences of `sequence_length` positions for a model of `vocab_size` tokens.
 ///
 /// The sentinels are the tokenizer's. If it has none they are the last tokens of the vocabulary,

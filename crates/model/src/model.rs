@@ -2,7 +2,7 @@
 
 use crate::batch::{Batch, BatchShape, BatchSlices};
 use crate::cache::KvCache;
-use crate::families::Share;
+use crate::families::{Positions, Share};
 use crate::init::initialise;
 use crate::parameter::{ParameterKind, ParameterSpec, UnitLayout};
 use crate::rope::RopeTables;
@@ -73,7 +73,9 @@ impl Model {
             units.push(spec.family.block(&spec, layer, local.or(rope.as_ref()).cloned(), share)?);
         }
         units.push(head);
-        let (vocab_size, positions_max) = (spec.vocab_size, Some(spec.max_positions));
+        // Buckets of distances have no end.
+        let has_end = spec.family.form().positions != Positions::Buckets;
+        let (vocab_size, positions_max) = (spec.vocab_size, has_end.then_some(spec.max_positions));
         let (tuning, adapters) = Default::default();
         let (spec, teacher) = (Some(spec), None);
         Ok(Model { spec, division, context, experts, units, vocab_size, positions_max, tuning, adapters, teacher })

@@ -78,7 +78,10 @@ pub fn run(args: &Args) -> Result<()> {
     let mut decoder = tokenizer.stream_decoder();
     let mut written = Ok(());
     generate(&trained.rank, &prompt, args.tokens, sampling, &stop, |token| {
-        written = print(decoder.push(token));
+        written = print(match spans::sentinel_in_words(&trained.spec, &tokenizer, token) {
+            Some(name) => name,
+            None => decoder.push(token).to_string(),
+        });
         written.is_ok()
     })?;
     written?;

@@ -523,13 +523,17 @@ fn sample(session: &Session) -> Result<String, EngineError> {
     let mut decoder = tokenizer.stream_decoder();
     let mut text = tokenizer.decode(&prompt);
     let (mut prompt, mut stop) = (prompt, Vec::new());
-    if let Some(spec) = session.rank.model().spec().filter(|spec| spec.encoder.is_some()) {
+    let spec = session.rank.model().spec();
+    if let Some(spec) = spec.filter(|spec| spec.encoder.is_some()) {
         prompt = spans::prompt(spec, tokenizer, prompt)?;
         stop.extend(tokenizer.eos());
         text += "\n→ ";
     }
     generate(&session.rank, &prompt, SAMPLE_TOKENS, Sampling::default(), &stop, |token| {
-        text += &decoder.push(token);
+        match spec.and_then(|spec| spans::sentinel_in_words(spec, tokenizer, token)) {
+            Some(name) => text += &name,
+            None => text += &decoder.push(token),
+        }
         true
     })?;
     text += &decoder.finish();
