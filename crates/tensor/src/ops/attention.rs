@@ -257,13 +257,14 @@ fn decode(
         }
         let (k, v) = (Rows::dense(key_cache, capacity, kv)?, Rows::dense(value_cache, capacity, kv)?);
         let out = RowsMut::dense(out.get_mut::<T>(), n, spec.q_cols())?;
-        Ok(match bias {
+        match bias {
             None => kernels::decode(cpu, spec, q, k, v, start, out)?,
             Some(bias) => {
                 let bias = DistanceBias::new(spec, bias.get::<f32>(), super::relative::reach(op, spec, bias)?)?;
-                kernels::decode_biased(cpu, spec, q, k, v, start, bias, out)?
+                kernels::decode_biased(cpu, spec, q, k, v, start, bias, out)?;
             }
-        })
+        }
+        Ok(())
     })?);
     Ok(out)
 }
