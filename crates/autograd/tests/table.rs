@@ -156,6 +156,29 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
             let spec = AttentionSpec { causal: false, ..spec };
             vec![example(&[&[5, 24], &[7, 24]], &[], move |t, x| t.cross_attention(&x[0], &x[1], spec, &segments))]
         }
+        // As above, in the two parts; each alone for one example.
+        "context_attention_part" | "context_attention_rest" => {
+            let gathered = vec![0..3, 9..12, 3..6, 6..9];
+            let name = name.to_owned();
+            [0, 2]
+                .into_iter()
+                .map(|own| {
+                    let of_ranks = gathered.clone();
+                    let [own, rest] =
+                        ContextSegments::apart(&[0, 4, 10, 12], &of_ranks[own..own + 2], of_ranks.clone()).unwrap();
+                    if name == "context_attention_part" {
+                        return example(&[&[6, 24], &[6, 24]], &[], move |t, x| {
+                            let [out, lse] = t.context_attention_part(&x[0], &x[1], spec, &own)?;
+                            t.cat(&[&out, &lse], 1)
+                        });
+                    }
+                    example(&[&[6, 24], &[6, 24], &[12, 24]], &[], move |t, x| {
+                        let [out, lse] = t.context_attention_part(&x[0], &x[1], spec, &own)?;
+                        t.context_attention_rest(&x[0], &x[2], [&out, &lse], spec, &rest)
+                    })
+                })
+                .collect()
+        }
         "split_columns" => vec![
             example(&[&[5, 7]], &[], |t, x| {
                 let [a, b] = t.split_columns(&x[0], 3)?;

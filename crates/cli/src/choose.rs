@@ -178,7 +178,11 @@ fn layout(resolved: &Resolved) -> String {
         text += &format!(", tp {}", parallel.tensor);
     }
     if parallel.context > 1 {
-        let by = if parallel.exchange == ContextExchange::AllToAll { " by heads" } else { "" };
+        let by = match parallel.exchange {
+            ContextExchange::AllToAll => " by heads",
+            ContextExchange::AllGather => "",
+            ContextExchange::AllGatherOverlapped => " overlapped",
+        };
         text += &format!(", cp {}{by}", parallel.context);
     }
     if parallel.experts > 1 {

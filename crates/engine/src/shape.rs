@@ -404,10 +404,11 @@ pub fn tensor_split(resolved: &Resolved, rank: u32) -> TensorSplit {
 /// The part of every sequence that a rank has.
 pub fn context_split(resolved: &Resolved, rank: u32) -> ContextSplit {
     let parallel = &resolved.parallel;
+    let chunks = if parallel.balanced { Chunks::Zigzag } else { Chunks::Contiguous };
     let exchange = match parallel.exchange {
         ConfigExchange::AllToAll => ContextExchange::Heads,
-        ConfigExchange::AllGather if parallel.balanced => ContextExchange::Keys(Chunks::Zigzag),
-        ConfigExchange::AllGather => ContextExchange::Keys(Chunks::Contiguous),
+        ConfigExchange::AllGather => ContextExchange::Keys(chunks),
+        ConfigExchange::AllGatherOverlapped => ContextExchange::Overlapped(chunks),
     };
     let rank = mesh(resolved).coordinates(rank).cp as usize;
     ContextSplit { rank, ranks: parallel.context, length: resolved.sequence_length, exchange }

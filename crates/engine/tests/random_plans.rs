@@ -101,7 +101,12 @@ fn plan(draw: &mut Draw) -> Vec<String> {
     }
     if context > 1 {
         sometimes(2, draw, "parallel.context_parallel_load_balance", &["true", "false"]);
-        sometimes(2, draw, "parallel.context_parallel_exchange", &["'all_gather'", "'all_to_all'"]);
+        sometimes(
+            2,
+            draw,
+            "parallel.context_parallel_exchange",
+            &["'all_gather'", "'all_gather_overlapped'", "'all_to_all'"],
+        );
     }
     if stage == 3 {
         sometimes(2, draw, "parallel.reshard_after_forward", &["true", "false", "2"]);

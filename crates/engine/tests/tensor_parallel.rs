@@ -5,6 +5,8 @@
 mod common;
 
 use common::*;
+use trainyard_engine::shape;
+use trainyard_program::{Action, Phase};
 
 const STEPS: u64 = 6;
 
@@ -91,6 +93,66 @@ fn a_gemma_3_divided_over_ranks_trains_as_on_one() {
             "parallel.pipeline_parallel_degree=2 training.accumulation_steps=2",
         ],
     );
+}
+
+/// Attention in two parts: models of every kind, blocks with and without windows, early and late
+/// chunks or neighbours.
+#[test]
+fn attention_to_own_keys_while_others_are_gathered_gives_what_one_rank_gives() {
+    let overlapped = "parallel.context_parallel_exchange='all_gather_overlapped'";
+    let two = format!("parallel.context_parallel_degree=2 {overlapped}");
+    for model in [
+        "precision.compute='f32' model.heads=8 model.kv_heads=4 model.head_dim=8",
+        "precision.compute='f32' model.family='gpt2' model.heads=8 model.kv_heads=8",
+        GEMMA3,
+        "precision.compute='f32' model.family='dots1' model.heads=4 model.kv_heads=2 model.head_dim=8 experts.count=6 experts.dense_layers=1",
+    ] {
+        let layouts = [
+            two.clone(),
+            format!("{two} parallel.context_parallel_load_balance=false"),
+            format!("{two} activation_checkpointing.mode='full' training.accumulation_steps=2"),
+            format!("{two} parallel.tensor_parallel_degree=2 activation_checkpointing.mode='selective'"),
+            format!("{two} parallel.tensor_parallel_degree=2 parallel.sequence_parallel=false"),
+            format!("parallel.context_parallel_degree=4 {overlapped}"),
+            format!(
+                "{two} parallel.pipeline_parallel_degree=2 parallel.pipeline_schedule='zero_bubble' training.accumulation_steps=4"
+            ),
+        ];
+        agree(model, &layouts.iter().map(String::as_str).collect::<Vec<_>>());
+    }
+}
+
+/// What the two parts are for: nothing but the second waits for the keys of other ranks, forward,
+/// and the gradients of these travel while the first part is differentiated.
+#[test]
+fn keys_travel_while_those_at_hand_are_used() {
+    let sets = set("parallel.context_parallel_degree=2 parallel.context_parallel_exchange='all_gather_overlapped'");
+    let resolved = resolve(&sets).unwrap();
+    let spec = shape::model_spec(&resolved).unwrap();
+    let model = shape::model_of(&resolved, spec, 0).unwrap();
+    let batch = shape::batch_shape(&resolved, &model);
+    let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(&resolved)).unwrap();
+    let strategy = shape::strategy(&resolved, model.units().len()).unwrap();
+    let [program, _] = shape::programs(&model_shape, &shape::mesh(&resolved), &strategy, 0).unwrap();
+    let find = |of: &dyn Fn(&Action) -> bool| program.instructions.iter().position(|i| of(&i.action)).unwrap();
+    let needs = |at: usize, of: usize| program.instructions[at].after.contains(&(of as u32));
+    let forward = |wanted: u32| {
+        find(&|action| matches!(action, Action::Forward { unit: 1, segment, micro_batch: 0, .. } if *segment == wanted))
+    };
+    let exchange = |wanted: Phase| {
+        find(&|action| matches!(action, Action::Exchange { unit: 1, micro_batch: 0, phase, .. } if *phase == wanted))
+    };
+    let backward = |wanted: u32| {
+        find(
+            &|action| matches!(action, Action::Backward { unit: 1, segment, micro_batch: 0, .. } if *segment == wanted),
+        )
+    };
+    let (own, rest, gather) = (forward(1), forward(2), exchange(Phase::Forward));
+    assert!(gather < own && own < rest, "{gather} {own} {rest}");
+    assert!(!needs(own, gather) && needs(rest, gather));
+    let (own, scatter, project) = (backward(1), exchange(Phase::Backward), backward(0));
+    assert!(scatter < own && own < project, "{scatter} {own} {project}");
+    assert!(!needs(own, scatter) && needs(project, scatter));
 }
 
 /// Norms of queries and keys, biases, windows and dropout.

@@ -255,6 +255,8 @@ pub struct BatchPart {
     /// The keys that its queries see; None where ranks exchange rows for heads, and each sees all
     /// rows of its heads.
     pub keys: Option<ContextSegments>,
+    /// The same in two parts, its own keys and all others, where ranks overlap.
+    pub apart: Option<[ContextSegments; 2]>,
 }
 
 impl Batch {
@@ -345,8 +347,16 @@ impl Batch {
         if context.ranks > 1 {
             let rows = context.rows_of(context.rank, m)?;
             let keys = match context.exchange {
-                ContextExchange::Keys(_) => Some(ContextSegments::new(cu_seqlens, &rows, context.gathered(m)?)?),
+                ContextExchange::Keys(_) | ContextExchange::Overlapped(_) => {
+                    Some(ContextSegments::new(cu_seqlens, &rows, context.gathered(m)?)?)
+                }
                 ContextExchange::Heads => None,
+            };
+            let apart = match context.exchange {
+                ContextExchange::Overlapped(_) => {
+                    Some(ContextSegments::apart(cu_seqlens, &rows, context.gathered(m)?)?)
+                }
+                _ => None,
             };
             let put = |data: &[i32]| {
                 let own: Vec<i32> = rows.iter().flat_map(|rows| &data[rows.clone()]).copied().collect();
@@ -360,7 +370,7 @@ impl Batch {
                 segments,
                 counted: targets.map_or(0, own),
                 positions_end,
-                part: Some(BatchPart { rows, keys }),
+                part: Some(BatchPart { rows, keys, apart }),
                 images: None,
                 sides: None,
             });

@@ -181,6 +181,9 @@ pub struct ContextSplit {
 pub enum ContextExchange {
     /// Every rank gathers the keys and values of all ranks, for its own queries.
     Keys(Chunks),
+    /// The same, and attention to the rank's own keys is computed while the others are on their
+    /// way. Layers with a window gather first: what they see lies in few chunks.
+    Overlapped(Chunks),
     /// Every rank gets all rows of its part of the heads, and gives back what attention makes of
     /// them (Jacobs et al. 2023, "DeepSpeed Ulysses"). What ranks keep is divided by their number,
     /// and work under a causal mask is equal with chunks in order.
@@ -191,7 +194,7 @@ impl ContextExchange {
     /// The chunks that ranks have.
     pub fn chunks(self) -> Chunks {
         match self {
-            ContextExchange::Keys(chunks) => chunks,
+            ContextExchange::Keys(chunks) | ContextExchange::Overlapped(chunks) => chunks,
             ContextExchange::Heads => Chunks::Contiguous,
         }
     }

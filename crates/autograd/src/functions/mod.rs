@@ -120,6 +120,8 @@ functions! {
     PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;
     Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;
     ContextAttention(context::ContextAttention): "context_attention",   "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;
+    ContextAttentionPart(context::ContextAttentionPart): "context_attention_part", "q, kv, out, log-sum-exp",     "4 p h c; 10 p h c",        kept;
+    ContextAttentionRest(context::ContextAttentionRest): "context_attention_rest", "q, kv, the part, out, log-sum-exp", "4 p h c; 10 p h c",    kept;
     BiasedAttention(relative::BiasedAttention): "biased_attention",     "qkv, bias, out, log-sum-exp",       "4 p h c; 10 p h c",        kept;
     CrossAttention(relative::CrossAttention):   "cross_attention",      "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;
     SplitColumns(context::SplitColumns):        "split_columns",        "nothing",                           "0; 0",                     kept;

@@ -103,7 +103,7 @@ impl SpanCorruption {
                 "take a share between 0 and 1",
             ));
         }
-        if !(mean_length >= 1.0 && mean_length <= 1e6) {
+        if !(1.0..=1e6).contains(&mean_length) {
             return Err(DataError::setting("span_length", format!("is {mean_length}"), "take a mean length from 1"));
         }
         self.shape.lengths(sequence_length).ok_or_else(|| {

@@ -34,6 +34,9 @@ choices! {
         /// Each rank gathers the keys and values of all ranks for its own queries. Goes with any
         /// number of heads.
         AllGather = "all_gather",
+        /// The same, and attention to a rank's own keys is computed while the others are on their
+        /// way. It hides a slow network, and keeps the part and its statistics for backward.
+        AllGatherOverlapped = "all_gather_overlapped",
         /// Ranks exchange rows for heads before attention and back after it (Jacobs et al. 2023,
         /// DeepSpeed Ulysses). The degree must divide the numbers of query and of key/value
         /// heads.
@@ -127,7 +130,7 @@ section! {
         /// The exchange of context-parallel ranks for attention. Unset: `all_gather`.
         #[elsewhere("cp_comm_type", "context_parallel_rotate_method", "ulysses_degree", "ulysses_sequence_parallel_size")]
         context_parallel_exchange: Option<ContextExchange> = None;
-        /// With context parallelism by `all_gather`, give each rank an early and a late part of
+        /// With context parallelism by gathered keys, give each rank an early and a late part of
         /// each sequence, so that all have equal work under the causal mask. Unset: true.
         #[elsewhere("context_parallel_load_balancer")]
         context_parallel_load_balance: Option<bool> = None;

@@ -17,7 +17,7 @@ use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_program::Layout;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
-use trainyard_tensor::ops::HeadLayout;
+use trainyard_tensor::ops::{ContextSegments, HeadLayout};
 
 /// One block.
 #[derive(Debug)]
@@ -190,9 +190,16 @@ impl Block {
             Some(split) => (split.place, false),
         };
         let residual = (!is_whole).then(|| place.residual());
+        let overlaps = self.attention.window.is_none();
         let (segments, parts) = match (context.exchange, is_whole) {
-            (ContextExchange::Keys(_), true) => (segments_on_rows(residual), PARTS_OF_CONTEXT),
-            (ContextExchange::Keys(_), false) => (segments_on_rows(residual), PARTS_OF_BOTH),
+            (ContextExchange::Overlapped(_), true) if overlaps => (segments_apart(residual), PARTS_APART),
+            (ContextExchange::Overlapped(_), false) if overlaps => (segments_apart(residual), PARTS_OF_BOTH_APART),
+            (ContextExchange::Keys(_) | ContextExchange::Overlapped(_), true) => {
+                (segments_on_rows(residual), PARTS_OF_CONTEXT)
+            }
+            (ContextExchange::Keys(_) | ContextExchange::Overlapped(_), false) => {
+                (segments_on_rows(residual), PARTS_OF_BOTH)
+            }
             (ContextExchange::Heads, true) => (segments_by_heads(residual), PARTS_BY_HEADS),
             (ContextExchange::Heads, false) => (segments_by_heads(residual), PARTS_OF_BOTH_BY_HEADS),
         };
@@ -270,6 +277,19 @@ impl Block {
     fn attend_to(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, q: &Var, kv: &Var) -> Result<Var> {
         let keys = cx.batch.part.as_ref().and_then(|part| part.keys.as_ref()).ok_or_else(without_part)?;
         Ok(tape.context_attention(q, kv, self.attention, keys)?)
+    }
+
+    /// Attention of this rank's queries over its own keys and values: [m, h c], and the log-sum-exp
+    /// of scores, [m, h].
+    fn attend_to_own(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, q: &Var, kv: &Var) -> Result<[Var; 2]> {
+        let [own, _] = apart(cx)?;
+        Ok(tape.context_attention_part(q, kv, self.attention, own)?)
+    }
+
+    /// Attention over all keys, of which [`Block::attend_to_own`] has given a part: [m, h c].
+    fn attend_to_rest(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, [q, kv, own, lse]: [&Var; 4]) -> Result<Var> {
+        let [_, rest] = apart(cx)?;
+        Ok(tape.context_attention_rest(q, kv, [own, lse], self.attention, rest)?)
     }
 
     /// Queries, keys and values of the normed input, rotated: [m, (h + 2 h_kv) c].
@@ -457,6 +477,25 @@ fn segments_on_rows(residual: Option<Layout>) -> Segments {
     segments.on_rows().over_context(&["kv'"], Layout::Replicated)
 }
 
+/// The same for a rank that attends to its own keys while the others are gathered. Its keys and
+/// values stand twice: as what travels, and as what is read meanwhile.
+fn segments_apart(residual: Option<Layout>) -> Segments {
+    let gather = [("kv", "kv'")];
+    let own = ("own", "q own", "q o l");
+    let segments = match residual {
+        None => Segments::named(
+            ["x", "q", "own", "kv", "kv'", "o", "l", "y"].map(|name| Value::new(name, Layout::Invariant)).into(),
+            &[("project", "x", "x q own kv"), own, ("rest", "x q kv' o l", "y")],
+            &gather,
+        ),
+        Some(residual) => {
+            let attention = [("project", "h'", "q own kv"), own, ("rest", "q kv' o l", "a")];
+            segments_of_parts(residual, (&["q", "own", "kv", "kv'", "o", "l"], &attention, &gather))
+        }
+    };
+    segments.on_rows().over_context(&["kv'"], Layout::Replicated)
+}
+
 /// The same for a rank that exchanges rows for heads.
 fn segments_by_heads(residual: Option<Layout>) -> Segments {
     let exchanges = [("qkv", "qkv'"), ("heads", "heads'")];
@@ -492,6 +531,11 @@ fn without_part() -> ModelError {
     ModelError::Batch("a context-parallel rank takes its part of a micro-batch".into())
 }
 
+/// The keys of a rank that attends to its own first: these, and all others.
+fn apart<'a>(cx: &'a Forward<'_>) -> Result<&'a [ContextSegments; 2]> {
+    cx.batch.part.as_ref().and_then(|part| part.apart.as_ref()).ok_or_else(without_part)
+}
+
 /// The work of a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Part {
@@ -503,6 +547,14 @@ enum Part {
     AttendAndEnd,
     /// The norm, then as [`Part::Project`].
     NormAndProject,
+    /// As [`Part::Project`], with keys and values twice.
+    ProjectTwice,
+    /// The norm, then as [`Part::ProjectTwice`].
+    NormAndProjectTwice,
+    AttendToOwn,
+    AttendToRest,
+    /// The same and all that follows, on whole products.
+    AttendToRestAndEnd,
     ProjectByHeads,
     /// The norm, then as [`Part::ProjectByHeads`].
     NormAndProjectByHeads,
@@ -518,6 +570,9 @@ enum Part {
 
 const PARTS_OF_TENSOR: &[Part] = &[Part::Norm, Part::Attention, Part::Rejoin, Part::Mlp, Part::Output];
 const PARTS_OF_CONTEXT: &[Part] = &[Part::NormAndProject, Part::AttendAndEnd];
+const PARTS_APART: &[Part] = &[Part::NormAndProjectTwice, Part::AttendToOwn, Part::AttendToRestAndEnd];
+const PARTS_OF_BOTH_APART: &[Part] =
+    &[Part::Norm, Part::ProjectTwice, Part::AttendToOwn, Part::AttendToRest, Part::Rejoin, Part::Mlp, Part::Output];
 const PARTS_BY_HEADS: &[Part] = &[Part::NormAndProjectByHeads, Part::AttendByHeads, Part::JoinHeadsAndEnd];
 const PARTS_OF_BOTH_BY_HEADS: &[Part] =
     &[Part::Norm, Part::ProjectByHeads, Part::AttendByHeads, Part::JoinHeads, Part::Rejoin, Part::Mlp, Part::Output];
@@ -586,6 +641,29 @@ impl Unit for Block {
             }
             (Part::AttendAndEnd, [x, q, kv]) => {
                 let h = self.attend_to(tape, cx, q, kv)?;
+                let x = self.rejoin(0, self.out, tape, cx, &h, x)?;
+                drop(h);
+                Ok(vec![self.end(tape, cx, &x)?])
+            }
+            (Part::NormAndProjectTwice, [x]) => {
+                let h = self.enter(0, tape, x)?;
+                let [q, kv] = self.project(tape, cx, h)?;
+                Ok(vec![x.clone(), q, kv.clone(), kv])
+            }
+            (Part::ProjectTwice, [h]) => {
+                let [q, kv] = self.project(tape, cx, h.clone())?;
+                Ok(vec![q, kv.clone(), kv])
+            }
+            (Part::AttendToOwn, [q, own]) => {
+                let [out, lse] = self.attend_to_own(tape, cx, q, own)?;
+                Ok(vec![q.clone(), out, lse])
+            }
+            (Part::AttendToRest, [q, kv, own, lse]) => {
+                let heads = self.attend_to_rest(tape, cx, [q, kv, own, lse])?;
+                Ok(vec![self.out.product(tape, &heads)?])
+            }
+            (Part::AttendToRestAndEnd, [x, q, kv, own, lse]) => {
+                let h = self.attend_to_rest(tape, cx, [q, kv, own, lse])?;
                 let x = self.rejoin(0, self.out, tape, cx, &h, x)?;
                 drop(h);
                 Ok(vec![self.end(tape, cx, &x)?])

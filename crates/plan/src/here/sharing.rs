@@ -36,8 +36,8 @@ pub(super) struct Sharing {
     pub(super) pipeline: Option<&'static str>,
     pub(super) stages: usize,
     pub(super) context: usize,
-    /// True if the ranks that share a sequence exchange rows for heads, false if they gather keys.
-    by_heads: bool,
+    /// The exchange of the ranks that share a sequence, as a configuration names it.
+    exchange: &'static str,
     pub(super) tensor: usize,
     pub(super) data: usize,
     pub(super) shard: usize,
@@ -116,8 +116,8 @@ impl Base {
 /// split sequences or products only replicas and ZeRO-1 are tried: gradients and parameters are
 /// small then.
 fn divided_state(pipeline: Option<&'static str>, [stages, context, tensor, data]: [usize; 4]) -> Vec<Sharing> {
-    let (by_heads, shard, expert_ranks, stage, reshard) = (false, 1, 1, 0, true);
-    let whole = Sharing { pipeline, stages, context, by_heads, tensor, data, shard, expert_ranks, stage, reshard };
+    let (exchange, shard, expert_ranks, stage, reshard) = ("all_gather", 1, 1, 0, true);
+    let whole = Sharing { pipeline, stages, context, exchange, tensor, data, shard, expert_ranks, stage, reshard };
     let mut all = vec![whole];
     let kinds = [(1, true), (2, true), (3, true), (3, false)];
     let kinds = if stages * context * tensor > 1 { &kinds[..1] } else { &kinds[..] };
@@ -135,11 +135,13 @@ fn divided_experts(base: &Base, sharing: Sharing) -> impl Iterator<Item = Sharin
     (1..=replicas).filter(divides).map(move |expert_ranks| Sharing { expert_ranks, ..sharing })
 }
 
-/// A division whose ranks that share a sequence gather keys, and, where they can, exchange rows for
-/// heads.
+/// A division whose ranks that share a sequence gather keys, before attention or beside a part of
+/// it, or, where they can, exchange rows for heads.
 fn exchanges(base: &Base, sharing: Sharing) -> impl Iterator<Item = Sharing> + use<> {
-    let by_heads = base.has_heads_for(sharing).then_some(Sharing { by_heads: true, ..sharing });
-    std::iter::once(sharing).chain(by_heads)
+    let overlapped = (sharing.context > 1).then_some("all_gather_overlapped");
+    let by_heads = base.has_heads_for(sharing).then_some("all_to_all");
+    let others = overlapped.into_iter().chain(by_heads).map(move |exchange| Sharing { exchange, ..sharing });
+    std::iter::once(sharing).chain(others)
 }
 
 /// The micro-batches of a division. A pipeline needs at least as many as it has stages to be full.
@@ -153,7 +155,7 @@ pub(super) fn micro_batches(base: &Base, sharing: Sharing) -> Vec<usize> {
 /// The settings of a division with micro-batches of `micro` sequences, the checkpointing `mode`,
 /// and sums per micro-batch if `each`.
 pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, each: bool) -> Vec<String> {
-    let Sharing { pipeline, stages, context, by_heads, tensor, data, shard, expert_ranks, stage, reshard } = sharing;
+    let Sharing { pipeline, stages, context, exchange, tensor, data, shard, expert_ranks, stage, reshard } = sharing;
     let mut sets = vec![
         format!("training.global_batch_size={}", base.global_batch),
         format!("training.micro_batch_size={micro}"),
@@ -177,7 +179,6 @@ pub(super) fn settings(base: &Base, sharing: Sharing, micro: usize, mode: &str, 
         sets.push(format!("parallel.context_parallel_degree={context}"));
     }
     if context > 1 {
-        let exchange = if by_heads { "all_to_all" } else { "all_gather" };
         sets.push(format!("parallel.context_parallel_exchange={exchange}"));
     }
     if expert_ranks > 1 || base.expert_ranks > 1 {

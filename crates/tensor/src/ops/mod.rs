@@ -26,7 +26,10 @@ pub use crate::cpu::embedding::TablePart;
 pub use attention::{
     HeadLayout, Segments, attention, attention_backward, attention_decode, attention_decode_biased, rope,
 };
-pub use context::{ContextSegments, context_attention, context_attention_backward};
+pub use context::{
+    ContextSegments, context_attention, context_attention_backward, context_attention_part,
+    context_attention_part_backward, context_attention_rest, context_attention_rest_backward,
+};
 pub use distill::{TeacherLogits, distillation_loss, distillation_loss_with_gradients};
 pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
 pub use int8::{linear_int8, linear_int8_input_gradient};

@@ -79,6 +79,10 @@ fn run<T: Element>(
     q[all.len() * row..lanes * row].fill(0.0);
     dout[all.len() * row..lanes * row].fill(0.0);
     row_dots(isa, dout, job.out, q_rows.clone(), q_cols.clone(), delta);
+    if let Some(dlse) = job.dlse {
+        let dlse = &dlse[head * job.q.rows() + q_rows.start..][..all.len()];
+        delta.iter_mut().zip(dlse).for_each(|(delta, dlse)| *delta -= dlse);
+    }
     delta[all.len()..].fill(0.0);
     for (lse, saved) in lse.iter_mut().zip(&job.lse[head * job.q.rows() + q_rows.start..][..all.len()]) {
         // A query that saw no key, and the lanes without a query, have probability 0 everywhere.

@@ -326,6 +326,8 @@ struct Backward<'a, T> {
     dk: RowsMut<'a, T>,
     dv: RowsMut<'a, T>,
     bias: Option<BiasSums<'a>>,
+    /// Gradients of the log-sum-exp, [heads, queries]; None where nothing but the output has one.
+    dlse: Option<&'a [f32]>,
 }
 
 /// The bias of a backward call and the sums of its gradient.
@@ -497,7 +499,7 @@ pub fn backward_biased<T: Element>(
     let padded = bias.padded();
     let mut sums = padded.sums(cu.len().saturating_sub(1));
     let of_bias = BiasSums { bias: &padded, sums: Shares::new(&mut sums), cu };
-    backward_with(cpu, spec, q, k, v, out, lse, dout, cu, cu, Some(of_bias), dq, dk, dv)?;
+    backward_with(cpu, spec, q, k, v, out, lse, dout, None, cu, cu, Some(of_bias), dq, dk, dv)?;
     padded.total(&sums, dbias);
     Ok(())
 }
@@ -519,7 +521,30 @@ pub fn backward_cross<T: Element>(
     dk: RowsMut<'_, T>,
     dv: RowsMut<'_, T>,
 ) -> Result<(), AttentionError> {
-    backward_with(cpu, spec, q, k, v, out, lse, dout, cu_q, cu_k, None, dq, dk, dv)
+    backward_with(cpu, spec, q, k, v, out, lse, dout, None, cu_q, cu_k, None, dq, dk, dv)
+}
+
+/// [`backward_cross`] where the log-sum-exp has a gradient too, `dlse` [heads, queries]: a part of
+/// an attention, whose weight in the whole depends on it. Of a score it is the probability, so it
+/// is taken from `delta`.
+pub fn backward_part<T: Element>(
+    cpu: &Cpu,
+    spec: &AttentionSpec,
+    q: Rows<'_, T>,
+    k: Rows<'_, T>,
+    v: Rows<'_, T>,
+    out: Rows<'_, T>,
+    lse: &[f32],
+    dout: Rows<'_, T>,
+    dlse: &[f32],
+    cu_q: &[i32],
+    cu_k: &[i32],
+    dq: RowsMut<'_, T>,
+    dk: RowsMut<'_, T>,
+    dv: RowsMut<'_, T>,
+) -> Result<(), AttentionError> {
+    check_shape("dlse", (1, dlse.len()), (1, lse.len()))?;
+    backward_with(cpu, spec, q, k, v, out, lse, dout, Some(dlse), cu_q, cu_k, None, dq, dk, dv)
 }
 
 fn backward_with<T: Element>(
@@ -531,6 +556,7 @@ fn backward_with<T: Element>(
     out: Rows<'_, T>,
     lse: &[f32],
     dout: Rows<'_, T>,
+    dlse: Option<&[f32]>,
     cu_q: &[i32],
     cu_k: &[i32],
     bias: Option<BiasSums<'_>>,
@@ -563,7 +589,7 @@ fn backward_with<T: Element>(
         return Err(AttentionError::SegmentCount { queries: cu_q.len() - 1, keys: cu_k.len() - 1 });
     }
     let is_biased = bias.is_some();
-    let job = Backward { isa: cpu.isa, spec, q, k, v, out, lse, dout, dq, dk, dv, bias };
+    let job = Backward { isa: cpu.isa, spec, q, k, v, out, lse, dout, dq, dk, dv, bias, dlse };
     let tasks = plan::tasks(spec, cu_q, cu_k, usize::MAX / 2, 1);
     #[cfg(target_arch = "x86_64")]
     if let (false, form @ (Form::Pairs | Form::Tiles)) = (is_biased, Form::of(cpu.isa, T::DTYPE)) {

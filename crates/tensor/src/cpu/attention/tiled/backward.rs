@@ -240,6 +240,10 @@ impl Space {
                     pack::pairs(&dout, self.dout.add(at));
                 }
             }
+            if let Some(dlse) = job.dlse {
+                let dlse = &dlse[head * tokens + row..][..rows];
+                delta.iter_mut().zip(dlse).for_each(|(delta, dlse)| *delta -= dlse);
+            }
         }
         // SAFETY: as many floats lie in the sums.
         unsafe { std::slice::from_raw_parts_mut(self.dq_t, units.len() * self.dims * QUAD) }.fill(0.0);
