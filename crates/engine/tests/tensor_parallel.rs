@@ -122,7 +122,7 @@ fn attention_to_own_keys_while_others_are_gathered_gives_what_one_rank_gives() {
     }
 }
 
-/// What the two parts are for: nothing but the second waits for the keys of other ranks, forward,
+/// The use of two parts: nothing but the second waits for the keys of other ranks, forward,
 /// and the gradients of these travel while the first part is differentiated.
 #[test]
 fn keys_travel_while_those_at_hand_are_used() {

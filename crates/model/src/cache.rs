@@ -21,7 +21,7 @@ pub struct KvCache {
 impl KvCache {
     /// An empty cache for `capacity` tokens, in the compute dtype.
     pub fn new(device: &Device, spec: &ModelSpec, capacity: usize, dtype: DType) -> Result<KvCache> {
-        KvCache::of_width(device, spec.layers, spec.kv_heads * spec.head_dim, capacity, dtype)
+        KvCache::of_width(device, spec.decoder_layers(), spec.kv_heads * spec.head_dim, capacity, dtype)
     }
 
     /// The same, of `layers` layers whose keys have `width` columns each, as those of one rank of a
@@ -81,7 +81,7 @@ impl KvCache {
         self.remembered[layer] = Some(kv);
     }
 
-    /// What was kept for `layer`.
+    /// The keys and values that were kept for `layer`.
     pub(crate) fn remembered(&self, layer: usize) -> Result<&Tensor> {
         let nothing = || ModelError::Cache("a decoder goes on before its encoder has run".into());
         self.remembered.get(layer).and_then(Option::as_ref).ok_or_else(nothing)

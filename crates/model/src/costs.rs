@@ -237,7 +237,7 @@ impl ModelSpec {
     fn blocks_of_sides(&self, encoder: &EncoderSpec) -> [usize; 2] {
         let (dim, width) = (self.dim, self.heads * self.head_dim);
         let mlp = dim * self.ffn_dim * if self.gates() { 3 } else { 2 };
-        let decoder_layers = self.layers - encoder.layers;
+        let decoder_layers = self.decoder_layers();
         let of_encoder = encoder.layers * (4 * dim * width + mlp + 2 * dim) + dim;
         let read = decoder_layers * 2 * dim * width;
         [of_encoder + read, decoder_layers * (6 * dim * width + mlp + 3 * dim)]
@@ -249,7 +249,7 @@ impl ModelSpec {
         let decoder = length as f64 - encoder;
         let [of_encoder, of_decoder] = self.blocks_of_sides(spec).map(|elements| elements as f64);
         let of_decoder = of_decoder + self.head_parameters() as f64;
-        let (encoder_layers, decoder_layers) = (spec.layers as f64, (self.layers - spec.layers) as f64);
+        let (encoder_layers, decoder_layers) = (spec.layers as f64, self.decoder_layers() as f64);
         let width = (self.heads * self.head_dim) as f64;
         let per_token = |seen_by_decoder: f64| {
             let products = 6.0 * (encoder * of_encoder + decoder * of_decoder);

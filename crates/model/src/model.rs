@@ -217,7 +217,7 @@ impl Model {
             return Err(ModelError::Cache("the heads of a model of own units are not known here".into()));
         };
         let kv_heads = self.division.as_ref().map_or(spec.kv_heads, |division| division.heads().kv_heads);
-        KvCache::of_width(device, spec.layers, kv_heads * spec.head_dim, capacity, dtype)
+        KvCache::of_width(device, spec.decoder_layers(), kv_heads * spec.head_dim, capacity, dtype)
     }
 
     /// Its units, in order.
@@ -331,11 +331,9 @@ impl Model {
 
     /// Notes that all units have run on `cx`.
     pub fn end_forward(&self, cx: &mut Forward<'_>) {
-        if cx.cache.is_some() {
-            let own = self.cached_rows(cx);
-            if let Some(cache) = cx.cache.as_deref_mut() {
-                cache.advance(own);
-            }
+        let own = self.cached_rows(cx);
+        if let Some(cache) = cx.cache.as_deref_mut() {
+            cache.advance(own);
         }
     }
 

@@ -441,6 +441,11 @@ impl ModelSpec {
         self.mup_base_dim.map_or(1.0, |base| self.dim as f64 / base as f64)
     }
 
+    /// Blocks of the decoder: all that are no encoder's.
+    pub fn decoder_layers(&self) -> usize {
+        self.layers - self.encoder.map_or(0, |encoder| encoder.layers)
+    }
+
     /// True if MLPs are gated: a choice of the family, or of the activation where it has both.
     pub fn gates(&self) -> bool {
         match self.family.form().mlp {

@@ -27,8 +27,9 @@ pub enum Output {
         /// Factor of the sum.
         scale: f32,
     },
-    /// The logits of every token, [m, v], or of every token of the decoder beside an encoder. The last segment of a split head gives those of this
-    /// rank's part of the vocabulary; the ranks' columns in their order are all.
+    /// The logits of every token, [m, v], or of every token of the decoder beside an encoder. The
+    /// last segment of a split head gives those of this rank's part of the vocabulary; the ranks'
+    /// columns in their order are all.
     Logits,
     /// The final hidden states of every token, [m, d], of which a whole head makes its logits by
     /// the matrix [`Unit::vocabulary`].

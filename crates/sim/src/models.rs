@@ -55,7 +55,7 @@ impl From<&ModelSpec> for Architecture {
     fn from(spec: &ModelSpec) -> Architecture {
         Architecture {
             dim: spec.dim as u32,
-            layers: (spec.layers - spec.encoder.map_or(0, |encoder| encoder.layers)) as u32,
+            layers: spec.decoder_layers() as u32,
             divided: spec.encoder.is_some(),
             encoder_layers: spec.encoder.as_ref().map_or(0, |encoder| encoder.layers as u32),
             heads: spec.heads as u32,

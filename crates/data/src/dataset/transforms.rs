@@ -151,7 +151,7 @@ impl Transforms {
 }
 
 impl Transforms {
-    /// What identifies the changes.
+    /// The changes in words, which differ where samples do.
     pub(super) fn identity(&self) -> String {
         let Transforms { fill_in_the_middle, noise_rate, curriculum, span_corruption } = self;
         let mut text = format!(

@@ -188,7 +188,8 @@ impl Trainings {
                 compared.tied_same = Some(same);
                 compared.tied = Differences::new(&many, &without);
                 check(compared.tied.is_within_bounds(), &format!("without pipeline {:?}", compared.tied));
-                // The blocks of a side share a table, so every division into stages has its own sums.
+                // The blocks of a side share a table, so every division into stages has sums of its
+                // own.
                 if !layout.joins_ends() && model.family != "t5" {
                     let key = layout.without_pipeline();
                     let other = self.apart.entry(key).or_insert_with(|| many.clone());

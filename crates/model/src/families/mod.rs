@@ -337,8 +337,8 @@ pub struct Row {
     pub cut: Cut,
     /// The tensors of files that it is made of, one below the other; `{}` is the number of the
     /// layer, `{e}` that of an expert. One, or as many as the cut has parts ([`Cut::HeadRows`]:
-    /// query, key, value, or key and value; [`Cut::GateUpRows`] and its relatives: gate, up); for each expert where
-    /// the cut is of experts. Several of [`Cut::Residual`] are one row each.
+    /// query, key, value, or key and value; [`Cut::GateUpRows`] and its relatives: gate, up); for
+    /// each expert where the cut is of experts. Several of [`Cut::Residual`] are one row each.
     pub files: &'static [&'static str],
     /// True if files hold it transposed: [in, out].
     pub transposed: bool,

@@ -1,5 +1,5 @@
-//! The last unit: the final norm and the product with the vocabulary, fused with the loss. Beside an
-//! encoder it works on the decoder's rows.
+//! The last unit: the final norm and the product with the vocabulary, fused with the loss. Beside
+//! an encoder it works on the decoder's rows.
 
 use super::Embedding;
 use super::norm::Norm;
@@ -47,7 +47,7 @@ impl Head {
         } else {
             let shape = [spec.vocab_size, spec.dim];
             let weight = match &spec.encoder {
-                // Where tokens begin with a deviation of 1, logits would with the root of the width.
+                // Tokens begin with a deviation of 1; logits would with the root of the width.
                 Some(_) => {
                     let init = normal(spec.init_std / (spec.dim as f64).sqrt());
                     parameters.add("lm.weight", &shape, init, ParameterKind::Matrix)

@@ -1,6 +1,6 @@
 //! The units of a decoder: [`Embedding`], [`Block`]s, [`Head`]. A model of images has
-//! [`PatchEmbedding`] and [`ClassHead`] around its blocks, and one with an encoder [`SideBlock`]s in
-//! their place.
+//! [`PatchEmbedding`] and [`ClassHead`] around its blocks, and one with an encoder has
+//! [`SideBlock`]s in their place.
 //!
 //! Families differ in the norm, in the positions and in the MLP
 //! ([`Form`](crate::families::Form)). Each of these is one value inside the unit, chosen when it is

@@ -29,7 +29,8 @@ pub struct Forward {
     pub out: Valued,
     /// `[heads, queries]`, natural; minus infinity for a query that sees no key.
     pub lse: Vec<f64>,
-    /// The largest `scale * sum |q| |k| + |bias|` of any pair, which bounds the rounding errors of scores.
+    /// The largest `scale * sum |q| |k| + |bias|` of any pair, which bounds the rounding errors of
+    /// scores.
     pub score_magnitude: f64,
 }
 
@@ -52,7 +53,7 @@ fn dot_abs(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a * b).abs()).sum()
 }
 
-/// What is added to a score, by query head and the query's position less the key's.
+/// An addend of scores, by query head and the query's position less the key's.
 pub type Bias<'a> = &'a dyn Fn(usize, isize) -> f64;
 
 /// Calls `body(query, keys)` for every query row with the key rows that it sees, each with the
@@ -146,8 +147,8 @@ pub fn backward(
     backward_biased(spec, q, k, v, dout, cu_q, cu_k, &|_, _| 0.0, |_, _, _, _| ())
 }
 
-/// [`backward`] of [`forward_biased`]. `dbias` takes for each pair the query head, the distance, the
-/// gradient of the bias there and the sum of the absolute values of its terms.
+/// [`backward`] of [`forward_biased`]. `dbias` takes for each pair the query head, the distance,
+/// the gradient of the bias there and the sum of the absolute values of its terms.
 pub fn backward_biased(
     spec: &AttentionSpec,
     q: &[f64],
