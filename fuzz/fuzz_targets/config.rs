@@ -16,6 +16,7 @@ fn resolve(file: &str, sets: &[String]) -> Result<Resolved, ConfigError> {
         sequences_per_epoch: None,
         processes: None,
         sharing: 1,
+        sentinels: 0,
         tokenizer_vocabulary: Some(97),
         classes: Some(vec!["cat".into(), "dog".into()]),
         pretrained: None,

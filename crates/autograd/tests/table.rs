@@ -96,6 +96,10 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
             });
             examples.collect()
         }
+        "hidden_distance" => vec![example(&[&[6, 5]], &[], move |t, x| {
+            let targets = ints(&device, &[3, 0, -100, 1, 3, 7]);
+            t.hidden_distance(&x[0], device.tensor([6, 5], &values(30, 5), Purpose::Activations)?, &targets, 0.7)
+        })],
         "bias" => vec![example(&[&[5, 9]], &[&[9]], |t, x| t.add_bias(&x[0], p(0)))],
         // Each part's loss is the whole one, and its gradient a summand: all but one loss is taken
         // off without its gradient.

@@ -34,6 +34,27 @@ fn json(folder: &Folder, file: &str) -> Value {
 }
 
 #[test]
+fn hidden_states_of_an_equally_wide_teacher_come_nearer() {
+    let folder = with_teacher();
+    let shallow = ["--set", "model.layers=1", "--set", "training.steps=40", "--teacher", "runs/tiny"];
+    let distill = |name: &str, more: &[&str]| {
+        let name = format!("run.name={name}");
+        folder.run(&[&["distill", "tiny.toml", "--set", &name][..], &shallow, more].concat())
+    };
+    distill("plain", &[]).ok();
+    distill("hidden", &["--set", "distillation.hidden_weight=1"]).ok();
+    let [plain, hidden] = ["plain", "hidden"].map(|name| of_steps(&folder, name, "loss"));
+    // The distance is a part of the loss, and falls.
+    let added = |step: usize| hidden[step] - plain[step];
+    assert!(added(0) > 0.5 && added(39) < 0.7 * added(0), "{} then {}", added(0), added(39));
+    let plan = json(&folder, "runs/hidden/plan.json");
+    assert_eq!(plan["predicted"]["mem_peak_bytes"], plan["measured"]["mem_peak_bytes"]);
+    let narrow = distill("narrow", &["--set", "model.dim=16", "--set", "distillation.hidden_weight=1"]);
+    assert!(narrow.stderr.contains("its hidden states have 32 columns and the student's 16"), "{narrow:?}");
+    assert!(!folder.join("runs/narrow").exists(), "nothing has begun");
+}
+
+#[test]
 fn a_student_learns_from_a_run_and_its_memory_is_predicted() {
     let folder = with_teacher();
     let ran = distill(&folder, "student", &[]).ok();

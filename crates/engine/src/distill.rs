@@ -45,8 +45,9 @@ pub(crate) fn taught(model: Model, resolved: &Resolved) -> Result<Model> {
         )));
     }
     let distillation = settings(&resolved.config.distillation);
-    let teacher = Teacher::new(teacher, compute_dtype(resolved), distillation)?;
-    Ok(model.taught(Arc::new(teacher))?)
+    let hidden = resolved.config.distillation.hidden_weight as f32;
+    let teacher = Teacher::new(teacher, compute_dtype(resolved), distillation)?.with_hidden(hidden);
+    model.taught(Arc::new(teacher)).map_err(|error| named(error.to_string()))
 }
 
 /// The loss. The section is resolved, so what is unset has no effect.

@@ -5,7 +5,7 @@
 //! on the meta device ([`crate::predict`]). Nothing here is estimated.
 
 use crate::Result;
-use crate::config::{CheckpointMode, DeviceKind, OffloadTier, OptimizerName, Resolved};
+use crate::config::{CheckpointMode, DeviceKind, OffloadTier, Resolved};
 use crate::host::{self, ASIDE};
 use crate::predict::{StepNeeds, predict};
 use crate::shape;
@@ -212,7 +212,7 @@ fn candidates(resolved: &Resolved) -> Vec<Vec<Change>> {
     let micro = resolved.batch.micro;
     let rows = (1..micro).rev().filter(|rows| micro.is_multiple_of(*rows)).map(Change::MicroBatch);
     let rows: Vec<Change> = rows.collect();
-    let whole = matches!(resolved.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+    let whole = resolved.optimizer.name.looks_at_matrices();
     let stages = if resolved.parallel.ranks > 1 && !whole { resolved.parallel.zero_stage + 1..4 } else { 0..0 };
     let stages: Vec<Change> = stages.map(Change::ZeroStage).collect();
     let offload = &resolved.config.offload;

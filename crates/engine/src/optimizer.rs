@@ -5,9 +5,9 @@
 //! - Element-wise rules (AdamW, SGD, Lion) run over the longest ranges that share a [`Group`],
 //!   cut to the part that the rank holds. Gaps between parameters are included: they are zero and
 //!   stay zero.
-//! - Whole-matrix rules (Muon, Adafactor) run matrix by matrix and need all of it. A parameter that
-//!   fuses several matrices (queries, keys and values; gate and up) is updated as the separate
-//!   matrices of weight files.
+//! - Whole-matrix rules (Muon, Adafactor, LAMB) run matrix by matrix and need all of it. A
+//!   parameter that fuses several matrices (queries, keys and values; gate and up) is updated as
+//!   the separate matrices of weight files.
 //!
 //! Norms and biases have no weight decay.
 //!
@@ -18,6 +18,7 @@ mod constrained;
 mod group;
 mod of_server;
 mod on_host;
+mod rule;
 
 use crate::Result;
 use crate::config::{MuonScale, OptimizerName, OptimizerSettings};
@@ -28,9 +29,10 @@ use crate::tier::{Lower, Store, Stored, Tiers, aligned};
 pub(crate) use averages::swap;
 use group::Group;
 use on_host::Visit;
+use rule::Rule;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use trainyard_model::{Model, ParameterKind, ParameterSpec, UnitLayout};
+use trainyard_model::{Model, ParameterSpec, UnitLayout};
 use trainyard_program::chunk_elements;
 use trainyard_tensor::ops::optim::{
     self, Adafactor, AdamW, Decay, Lion, MuonScale as Scale, OptimizerOperands, Sgd, StepSize,
@@ -154,6 +156,8 @@ enum State {
     Factored(Tensor, Tensor),
     /// Adafactor of anything else.
     Second(Tensor),
+    /// LAMB of a matrix: first and second moment.
+    Lamb(Tensor, Tensor),
 }
 
 impl Optimizer {
@@ -530,75 +534,6 @@ impl Chunk {
     }
 }
 
-/// The update rule of a range, without its state.
-#[derive(Clone, Copy, PartialEq)]
-enum Rule {
-    Moments,
-    Momentum,
-    Muon([usize; 2]),
-    Factored([usize; 2]),
-    Second,
-    /// Steps of this size against the sign of the gradient.
-    Balance(f32),
-}
-
-impl Rule {
-    /// The rule of the rows `rows` of a parameter. `balance`: the steps of a bias that balances
-    /// experts.
-    fn of(name: OptimizerName, spec: &ParameterSpec, rows: &Range<usize>, balance: f32) -> Rule {
-        if spec.kind == ParameterKind::Balance {
-            return Rule::Balance(balance);
-        }
-        let matrix = (spec.shape.len() == 2).then(|| [rows.len(), spec.shape[1]]);
-        match (name, matrix) {
-            (OptimizerName::Muon, Some(shape)) if spec.kind == ParameterKind::Matrix => Rule::Muon(shape),
-            (OptimizerName::AdamW | OptimizerName::Muon, _) => Rule::Moments,
-            (OptimizerName::Sgd | OptimizerName::Lion, _) => Rule::Momentum,
-            (OptimizerName::Adafactor, Some(shape)) => Rule::Factored(shape),
-            (OptimizerName::Adafactor, None) => Rule::Second,
-        }
-    }
-
-    fn is_elementwise(self) -> bool {
-        matches!(self, Rule::Moments | Rule::Momentum | Rule::Balance(_))
-    }
-
-    /// Number of elements of each state tensor of a range of `elements` elements.
-    fn state_elements(self, elements: usize, settings: &OptimizerSettings) -> Vec<usize> {
-        match self {
-            Rule::Moments => vec![elements; 2],
-            Rule::Momentum if settings.name == OptimizerName::Lion || settings.momentum != 0.0 => vec![elements],
-            Rule::Momentum | Rule::Balance(_) => Vec::new(),
-            Rule::Muon(_) | Rule::Second => vec![elements],
-            Rule::Factored([rows, columns]) => vec![rows, columns],
-        }
-    }
-
-    /// Number of elements of the whole parameter's state tensor `slot`, and the range of them that
-    /// belongs to `member`.
-    fn state_of(self, slot: usize, member: &Member) -> (usize, Range<usize>) {
-        let of_rows = |width: usize| (member.of_rows * width, member.rows.start * width..member.rows.end * width);
-        match (self, slot) {
-            (Rule::Factored([_, columns]), 1) => {
-                (member.of_members * columns, member.number * columns..(member.number + 1) * columns)
-            }
-            (Rule::Muon([_, columns]), _) => of_rows(columns),
-            _ => of_rows(1),
-        }
-    }
-
-    /// Names of the state tensors, as in PyTorch.
-    fn names(self) -> &'static [&'static str] {
-        match self {
-            Rule::Moments => &["exp_avg", "exp_avg_sq"],
-            Rule::Momentum | Rule::Muon(_) => &["momentum_buffer"],
-            Rule::Factored(_) => &["exp_avg_sq_row", "exp_avg_sq_col"],
-            Rule::Second => &["exp_avg_sq"],
-            Rule::Balance(_) => &[],
-        }
-    }
-}
-
 /// A range of a unit's flat buffer with one rule and group.
 struct Stretch {
     range: Range<usize>,
@@ -714,6 +649,7 @@ impl Piece {
         };
         Ok(match self.rule {
             Rule::Moments => State::Moments(view(0)?, view(1)?),
+            Rule::Lamb(_) => State::Lamb(view(0)?, view(1)?),
             Rule::Momentum => State::Momentum((!self.slots.is_empty()).then(|| view(0)).transpose()?),
             Rule::Muon(shape) => State::Muon(view(0)?, shape),
             Rule::Factored(_) => State::Factored(view(0)?, view(1)?),
@@ -735,11 +671,10 @@ impl Piece {
             return Ok(optim::sign_step(rate, operands)?);
         }
         let (beta1, beta2, eps) = (settings.beta1 as f32, settings.beta2 as f32, settings.eps as f32);
+        let adam = AdamW { lr, beta1, beta2, eps, weight_decay, variance_steps: settings.variance_steps };
         match &mut self.state(state)? {
-            State::Moments(first, second) => {
-                let hyper = AdamW { lr, beta1, beta2, eps, weight_decay, variance_steps: settings.variance_steps };
-                optim::adamw(hyper, rates.update, operands, first, second)?;
-            }
+            State::Moments(first, second) => optim::adamw(adam, rates.update, operands, first, second)?,
+            State::Lamb(first, second) => optim::lamb(adam, rates.update, operands, first, second)?,
             State::Momentum(momentum) if settings.name == OptimizerName::Lion => {
                 let momentum = momentum.as_mut().expect("Lion has momentum");
                 optim::lion(Lion { lr, beta1, beta2, weight_decay }, operands, momentum)?;

@@ -616,8 +616,8 @@ pub fn is_offloaded(resolved: &Resolved) -> bool {
 /// Elements per chunk of optimizer state; None if the rule needs all of a unit.
 fn update_chunk(resolved: &Resolved) -> Option<u64> {
     let compares_all = |pruning: &Pruning| matches!(pruning.pattern, Pattern::Share(_));
-    let whole = matches!(resolved.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor)
-        || resolved.constraints.pruning.as_ref().is_some_and(compares_all);
+    let whole =
+        resolved.optimizer.name.looks_at_matrices() || resolved.constraints.pruning.as_ref().is_some_and(compares_all);
     (!whole).then_some(resolved.config.offload.chunk_elements as u64)
 }
 
@@ -662,7 +662,7 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
 fn state_bytes(resolved: &Resolved) -> StateBytes {
     let compute = compute_dtype(resolved);
     let optimizer = match resolved.optimizer.name {
-        OptimizerName::AdamW => 8,
+        OptimizerName::AdamW | OptimizerName::Lamb => 8,
         OptimizerName::Lion | OptimizerName::Muon => 4,
         OptimizerName::Sgd if resolved.optimizer.momentum != 0.0 => 4,
         OptimizerName::Sgd | OptimizerName::Adafactor => 0,

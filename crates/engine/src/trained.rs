@@ -7,7 +7,7 @@
 //! pretrained model's path.
 
 use crate::checkpoint::{self, Choice, Found};
-use crate::config::{Config, DeviceKind, Inputs, hub_model, usual_sequence_length};
+use crate::config::{Config, DeviceKind, Inputs, PAIRED_LENGTH, hub_model, usual_sequence_length};
 use crate::pretrained;
 use crate::rank::Rank;
 use crate::session::files;
@@ -161,7 +161,11 @@ pub fn open_trained_on(
     let tokenizer = of_text.then(|| Tokenizer::load(&folder.join(files::TOKENIZER))).transpose()?;
     let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
     let longest = spec.max_positions;
-    let usual = || if of_text { usual_sequence_length(longest) } else { longest };
+    let usual = || match (of_text, spec.encoder.is_some()) {
+        (true, false) => usual_sequence_length(longest),
+        (true, true) => longest.min(PAIRED_LENGTH),
+        (false, _) => longest,
+    };
     let sequence_length = config.training.sequence_length.unwrap_or_else(usual);
     if !(1..=longest).contains(&sequence_length) {
         return Err(does_not_fit(format!(

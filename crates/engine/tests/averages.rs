@@ -97,7 +97,7 @@ fn averages_are_those_of_the_weights_of_every_step() {
     check_averages(folder, "sharded", &[STAGE_3, UNIFORM].concat(), 3, 3, mean);
     let tensor = [&["parallel.tensor_parallel_degree=2", "parallel.ranks=2"], UNIFORM].concat();
     check_averages(folder, "tensor", &tensor, 3, 3, mean);
-    for rule in ["sgd", "lion", "muon", "adafactor"] {
+    for rule in ["sgd", "lion", "muon", "adafactor", "lamb"] {
         let rule_of = format!("optimizer.name={rule}");
         check_averages(folder, rule, &[&[rule_of.as_str()], UNIFORM].concat(), 3, 3, mean);
     }

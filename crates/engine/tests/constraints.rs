@@ -130,7 +130,7 @@ fn zeros_follow_the_schedule_and_stay() {
         let at = |x: f64| share * (1.0 - (1.0 - x).powi(3));
         [0.0, 0.0, 0.0, at(0.4), at(0.4), at(0.8), share, share, share, share]
     };
-    for rule in ["adamw", "sgd", "lion", "muon", "adafactor"] {
+    for rule in ["adamw", "sgd", "lion", "muon", "adafactor", "lamb"] {
         let name = format!("half-{rule}");
         let of_rule = format!("optimizer.name={rule}");
         start(folder, &name, &[HALF, &every, &[&of_rule]].concat());

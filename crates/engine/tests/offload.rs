@@ -259,7 +259,7 @@ fn two_ranks_train_the_same_bits_from_disk_and_host() {
 
 #[test]
 fn rules_that_look_at_whole_matrices_have_their_state_on_disk_and_host_too() {
-    for name in ["sgd", "lion", "muon", "adafactor"] {
+    for name in ["sgd", "lion", "muon", "adafactor", "lamb"] {
         let set = format!("optimizer.name='{name}'");
         let sets = [LLAMA, &[set.as_str()]].concat();
         let folder = tempfile::tempdir().unwrap();

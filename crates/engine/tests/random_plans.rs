@@ -115,7 +115,7 @@ fn plan(draw: &mut Draw) -> Vec<String> {
     }
     sometimes(3, draw, "parallel.reduce_schedule", &["'step'", "'micro_batch'"]);
     sometimes(4, draw, "parallel.reduce_dtype", &["'f32'", "'bf16'"]);
-    sometimes(3, draw, "optimizer.name", &["'sgd'", "'lion'", "'muon'", "'adafactor'"]);
+    sometimes(3, draw, "optimizer.name", &["'sgd'", "'lion'", "'muon'", "'adafactor'", "'lamb'"]);
     sometimes(6, draw, "memory.offload.optimizer", &tiers);
     sometimes(8, draw, "memory.offload.gradients", &tiers);
     sometimes(8, draw, "memory.offload.parameters", &tiers);

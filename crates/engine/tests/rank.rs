@@ -234,7 +234,9 @@ fn memory_is_what_meta_predicts() {
 
 #[test]
 fn every_optimizer_learns() {
-    for (name, rate) in [("adamw", 0.01), ("sgd", 0.5), ("lion", 0.003), ("muon", 0.02), ("adafactor", 0.02)] {
+    for (name, rate) in
+        [("adamw", 0.01), ("sgd", 0.5), ("lion", 0.003), ("muon", 0.02), ("adafactor", 0.02), ("lamb", 0.05)]
+    {
         let name_set = format!("optimizer.name='{name}'");
         let rate_set = format!("optimizer.learning_rate={rate}");
         let (outcomes, _, _) = Trial::new(&[&name_set, &rate_set]).run(60);

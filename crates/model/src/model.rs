@@ -112,6 +112,7 @@ impl Model {
                  vocabulary"
             )));
         }
+        teacher.check_width(self.spec.as_ref().map(|spec| spec.dim))?;
         let last = self.units.pop().ok_or_else(|| ModelError::Teacher("the student has no units".into()))?;
         self.units.push(Box::new(TaughtUnit::new(last, Arc::clone(&teacher))?));
         self.teacher = Some(teacher);

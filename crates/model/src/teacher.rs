@@ -22,6 +22,8 @@ pub struct Teacher {
     model: Model,
     dtype: DType,
     distillation: Distillation,
+    /// The weight of the distance of final hidden states in the loss; 0 for none.
+    hidden: f32,
     weights: OnceLock<Box<dyn Parameters + Send + Sync>>,
     kept: OnceLock<Box<dyn KeptStates>>,
 }
@@ -58,7 +60,27 @@ impl Teacher {
     /// A model whose last unit is no head, or which is split over ranks.
     pub fn new(model: Model, dtype: DType, distillation: Distillation) -> Result<Teacher> {
         vocabulary_of(&model)?;
-        Ok(Teacher { model, dtype, distillation, weights: OnceLock::new(), kept: OnceLock::new() })
+        Ok(Teacher { model, dtype, distillation, hidden: 0.0, weights: OnceLock::new(), kept: OnceLock::new() })
+    }
+
+    /// The same, whose students also learn its final hidden states: the loss has `weight` times the
+    /// mean squared difference (Sanh et al. 2019 compare directions instead).
+    pub fn with_hidden(self, weight: f32) -> Teacher {
+        Teacher { hidden: weight, ..self }
+    }
+
+    /// Refuses a student whose hidden states have another width, if they are compared.
+    pub(crate) fn check_width(&self, student: Option<usize>) -> Result<()> {
+        let own = self.model.spec().map(|spec| spec.dim);
+        match self.hidden > 0.0 && own != student {
+            true => Err(failure(&format!(
+                "its hidden states have {} columns and the student's {}: compare hidden states of one width, as those of a \
+                 student with fewer blocks",
+                own.unwrap_or_default(),
+                student.unwrap_or_default()
+            ))),
+            false => Ok(()),
+        }
     }
 
     /// The model.
@@ -238,6 +260,13 @@ impl Unit for TaughtUnit {
             experts: cx.experts.clone(),
         };
         let h = self.inner.forward(tape, &mut of_hidden, input)?;
-        Ok(tape.distillation_loss(&h, self.vocabulary, taught, cx.targets()?, scale)?)
+        let targets = cx.targets()?;
+        let weight = self.teacher.hidden;
+        if weight == 0.0 {
+            return Ok(tape.distillation_loss(&h, self.vocabulary, taught, targets, scale)?);
+        }
+        let distance = tape.hidden_distance(&h, taught.x.clone(), targets, weight * scale)?;
+        let loss = tape.distillation_loss(&h, self.vocabulary, taught, targets, scale)?;
+        Ok(tape.add(&loss, &distance)?)
     }
 }

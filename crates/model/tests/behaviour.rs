@@ -65,6 +65,11 @@ fn mup_scales_initial_values_and_learning_rates_by_width() {
     for family in FAMILIES {
         let spec = ModelSpec { tie_embeddings: false, ..family.usual(&sizes) };
         let scaled = ModelSpec { mup_base_dim: Some(16), ..spec.clone() };
+        if family.name() == "t5" {
+            // It scales initial values by its own rule, and says so.
+            assert!(scaled.validate().unwrap_err().to_string().contains("by its own rule"));
+            continue;
+        }
         let (plain, scaled) = (Model::new(spec).unwrap(), Model::new(scaled).unwrap());
         for ((_, plain), (_, scaled)) in plain.parameters().zip(scaled.parameters()) {
             let name = &plain.name;

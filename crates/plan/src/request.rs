@@ -1,10 +1,11 @@
 //! The planner's question: a model on a cluster, a batch, limits, and fixed choices.
 
 use crate::search::Budget;
-use crate::{Extent, Fixed};
+use crate::{Candidate, Extent, Fixed};
 use serde::Serialize;
 use trainyard_model::ModelSpec;
-use trainyard_sim::{Cluster, Format};
+use trainyard_program::Runnable;
+use trainyard_sim::{Cluster, Format, Generation};
 
 /// A question to the planner.
 #[derive(Clone, PartialEq, Debug)]
@@ -104,6 +105,20 @@ impl Request {
     /// True if the plan is for a trainer that is not this program.
     pub fn is_for_another_trainer(&self) -> bool {
         self.fixed.rules.as_ref().is_some_and(|rules| rules.name != "trainyard")
+    }
+
+    /// The answer to whether this program can run a candidate with the model on these devices.
+    pub fn runnable(&self, candidate: &Candidate) -> Runnable {
+        let (model, answer) = (&self.model, candidate.runnable());
+        if self.cluster.device.family == Generation::Cpu {
+            return answer;
+        }
+        match (model.encoder_layers > 0, model.patch_len > 0, model.experts.is_some()) {
+            (true, ..) => answer.lacking("models with an encoder on GPUs"),
+            (_, true, _) => answer.lacking("models of images on GPUs"),
+            (.., true) => answer.lacking("mixtures of experts on GPUs"),
+            _ => answer,
+        }
     }
 
     /// The space of candidates for the model and the batch on `devices` devices.

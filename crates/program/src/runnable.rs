@@ -39,6 +39,18 @@ pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
     if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }
 }
 
+impl Runnable {
+    /// The same, of something that the engine lacks besides, in words.
+    pub fn lacking(self, what: &str) -> Runnable {
+        let mut lacks = match self {
+            Runnable::Yes => Vec::new(),
+            Runnable::PricedOnly { lacks } => lacks,
+        };
+        lacks.push(what.to_owned());
+        Runnable::PricedOnly { lacks }
+    }
+}
+
 impl fmt::Display for Runnable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

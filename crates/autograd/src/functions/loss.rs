@@ -34,6 +34,13 @@ pub struct DistillationLoss {
     eager: bool,
 }
 
+/// The distance of hidden states from a teacher's; its input is x.
+#[derive(Clone, Debug)]
+pub struct HiddenDistance {
+    targets: Tensor,
+    scale: f32,
+}
+
 /// One call of a head of whose vocabulary only a part is here; inputs are x and w.
 #[derive(Clone, Debug)]
 pub struct PartCrossEntropy {
@@ -131,6 +138,24 @@ impl Tape<'_> {
         }
         let loss = ops::distillation_loss(x.tensor(), &weight.value, &taught, targets, scale)?;
         self.record_one(function, &inputs, loss, |tape| vec![tape.save(x), Saved::Tensor(taught.x)])
+    }
+}
+
+impl Tape<'_> {
+    /// `scale` times the sum over rows of the mean of `(x - taught)²`: x and a teacher's hidden
+    /// states `taught` [m, d], targets i32 [m], -100 for rows that do not count. A scalar in f32.
+    pub fn hidden_distance(&mut self, x: &Var, taught: Tensor, targets: &Tensor, scale: f32) -> Result<Var> {
+        let loss = ops::hidden_distance(x.tensor(), &taught, targets, scale)?;
+        let function = HiddenDistance { targets: targets.clone(), scale };
+        self.record_one(function, &[x.into()], loss, |tape| vec![tape.save(x), Saved::Tensor(taught)])
+    }
+}
+
+impl Differentiable for HiddenDistance {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
+        let (x, taught) = (cx.saved(0)?, cx.saved(1)?);
+        cx.add_gradient(0, ops::hidden_distance_backward(&dy, &x, &taught, &self.targets, self.scale)?)
     }
 }
 

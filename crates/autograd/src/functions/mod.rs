@@ -117,6 +117,7 @@ functions! {
     Magnitude(adapter::Magnitude):              "magnitude",            "x, norms of rows",                  "m n + 2 n k r; 3 m n",    kept;
     LinearCrossEntropy(loss::LinearCrossEntropy): "linear_cross_entropy", "x, or dx when gradients are at hand", "2 m v d; 4 or 6 m v d", kept;
     DistillationLoss(loss::DistillationLoss):   "distillation_loss",    "x, the teacher's x, or dx",         "2 m v (d + d'); 4 or 6 m v d", kept;
+    HiddenDistance(loss::HiddenDistance):       "hidden_distance",      "x, the teacher's x",               "3 m d; 2 m d",             kept;
     PartCrossEntropy(loss::PartCrossEntropy):   "part_cross_entropy",   "x, log-sum-exp, or dx",             "0 or 6 m v d; 4 or 6 m v d", kept;
     Attention(attention::Attention):            "attention",            "qkv, out, log-sum-exp",             "4 p h c; 10 p h c",        kept;
     ContextAttention(context::ContextAttention): "context_attention",   "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;

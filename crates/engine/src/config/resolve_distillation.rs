@@ -9,7 +9,7 @@ impl Resolver {
     /// Resolves `[distillation]`.
     pub(super) fn distillation(&mut self, parallel: &Parallel) {
         let section = self.config.distillation.clone();
-        let DistillationSection { teacher, weight, temperature, divergence, beta, cache } = section;
+        let DistillationSection { teacher, weight, temperature, divergence, beta, hidden_weight, cache } = section;
         if teacher.is_none() {
             let because = "distillation.teacher is unset";
             self.unused("distillation.weight", &weight, because);
@@ -17,6 +17,7 @@ impl Resolver {
             self.unused("distillation.divergence", &divergence, because);
             self.unused("distillation.beta", &beta, because);
             self.unused("distillation.cache", &cache, because);
+            self.unused("distillation.hidden_weight", &(hidden_weight != 0.0).then_some(()), because);
             return;
         }
         self.path_exists("distillation.teacher", teacher.as_ref());
@@ -24,6 +25,7 @@ impl Resolver {
         self.within("distillation.weight", weight, f64::MIN_POSITIVE, 1.0);
         let temperature = self.settle("distillation.temperature", &temperature, 1.0, "the distributions as they are");
         self.within("distillation.temperature", temperature, 0.01, 100.0);
+        self.within("distillation.hidden_weight", hidden_weight, 0.0, 1e6);
         let usual = DivergenceKind::ForwardKl;
         let divergence = self.settle("distillation.divergence", &divergence, usual, "the usual one");
         if divergence == DivergenceKind::JensenShannon {

@@ -5,7 +5,7 @@ use super::resolve::{Inputs, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::resolve_images::ImageSettings;
 use super::sections::*;
 use super::sections_experts::*;
-use super::{Config, ConfigError, Origin, Section};
+use super::{Config, ConfigError, DeviceKind, Origin, Section};
 use serde::Serialize;
 use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
 use trainyard_model::{ExpertsSpec, Family, Gate, ImageSpec, ModelSpec};
@@ -50,6 +50,13 @@ pub struct ModelShape {
     /// Blocks of the encoder; `None` for families without one.
     pub encoder_layers: Option<usize>,
     pub image: Option<ImageSpec>,
+}
+
+impl OptimizerName {
+    /// True if the rule looks at whole matrices, which then must lie whole on a rank.
+    pub fn looks_at_matrices(self) -> bool {
+        matches!(self, OptimizerName::Muon | OptimizerName::Adafactor | OptimizerName::Lamb)
+    }
 }
 
 impl Resolver {
@@ -450,7 +457,7 @@ impl Resolver {
     }
 
     pub(super) fn optimizer(&mut self) -> OptimizerSettings {
-        use OptimizerName::{Adafactor, AdamW, Lion, Muon, Sgd};
+        use OptimizerName::{Adafactor, AdamW, Lamb, Lion, Muon, Sgd};
         let o = self.config.optimizer.clone();
         let name = o.name;
         let usual = format!("the usual for {name}");
@@ -460,6 +467,7 @@ impl Resolver {
             Lion => 1e-4,
             Sgd => 0.1,
             Adafactor => 1e-3,
+            Lamb => 2e-3,
         };
         let learning_rate = self.settle("optimizer.learning_rate", &o.learning_rate, rate, usual.as_str());
         self.positive("optimizer.learning_rate", Some(learning_rate));
@@ -477,19 +485,30 @@ impl Resolver {
         };
         // The largest number below one: decays are in [0, 1).
         let below_one = 1.0 - f64::EPSILON / 2.0;
-        let beta1 = number("optimizer.beta1", &o.beta1, &[(AdamW, 0.9), (Lion, 0.9), (Muon, 0.9)], 0.0, below_one);
-        let beta2 = number("optimizer.beta2", &o.beta2, &[(AdamW, 0.95), (Lion, 0.99), (Muon, 0.95)], 0.0, below_one);
-        let eps = number("optimizer.eps", &o.eps, &[(AdamW, 1e-8), (Muon, 1e-8)], f64::MIN_POSITIVE, 1.0);
+        let beta1 =
+            number("optimizer.beta1", &o.beta1, &[(AdamW, 0.9), (Lion, 0.9), (Muon, 0.9), (Lamb, 0.9)], 0.0, below_one);
+        let beta2 = number(
+            "optimizer.beta2",
+            &o.beta2,
+            &[(AdamW, 0.95), (Lion, 0.99), (Muon, 0.95), (Lamb, 0.999)],
+            0.0,
+            below_one,
+        );
+        let eps = number("optimizer.eps", &o.eps, &[(AdamW, 1e-8), (Muon, 1e-8), (Lamb, 1e-6)], f64::MIN_POSITIVE, 1.0);
         let momentum = number("optimizer.momentum", &o.momentum, &[(Sgd, 0.9), (Muon, 0.95)], 0.0, below_one);
         let factored = number("optimizer.factored_decay", &o.factored_decay, &[(Adafactor, -0.8)], -1.0, -0.01);
         let update_clip = number("optimizer.update_clip", &o.update_clip, &[(Adafactor, 1.0)], 1e-6, 1e6);
 
         let variance_steps = o.freeze_variance_after;
-        if name != AdamW {
+        if !matches!(name, AdamW | Lamb) {
             self.unused("optimizer.freeze_variance_after", &variance_steps, &foreign);
         }
         self.count("optimizer.freeze_variance_after", variance_steps, 1, u64::MAX);
 
+        if name == Lamb && matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
+            let message = "optimizer.name = \"lamb\" has no kernel for GPUs: take adamw, or compute.device = \"cpu\"";
+            self.problem("optimizer.name", message);
+        }
         let nesterov = match name {
             Sgd | Muon => self.settle("optimizer.nesterov", &o.nesterov, name == Muon, usual.as_str()),
             _ => {

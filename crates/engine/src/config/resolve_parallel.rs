@@ -134,7 +134,7 @@ impl Resolver {
         };
         self.gathers(&section, &mut parallel);
         parallel.experts = self.expert_degree(&section, &parallel);
-        let whole = matches!(self.config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+        let whole = self.config.optimizer.name.looks_at_matrices();
         if stage >= 1 && shard * context > 1 && whole {
             let message = format!(
                 "optimizer.name = \"{}\" looks at whole matrices, which parallel.zero_stage = {stage} cuts into shards: use \
@@ -156,7 +156,7 @@ impl Resolver {
         }
         let config = &self.config;
         let Parallel { replicate, shard, pipeline, context, tensor, elastic, .. } = *parallel;
-        let whole_matrices = matches!(config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+        let whole_matrices = config.optimizer.name.looks_at_matrices();
         let lacks = [
             (tensor > 1, "parallel.tensor_parallel_degree = 1"),
             (elastic, "training.elastic_bits = false"),
@@ -292,7 +292,7 @@ impl Resolver {
             self.unused("parallel.sequence_parallel", &section.sequence_parallel, because);
             return (1, false);
         }
-        if matches!(self.config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor) {
+        if self.config.optimizer.name.looks_at_matrices() {
             let message = format!(
                 "optimizer.name = \"{}\" looks at whole matrices, which parallel.tensor_parallel_degree = {degree} divides among ranks: use \
                  adamw, sgd or lion with it, or degree 1",

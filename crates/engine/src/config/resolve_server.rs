@@ -63,7 +63,7 @@ impl Resolver {
         let config = &self.config;
         let offload = &config.offload;
         let offloads = [offload.optimizer, offload.parameters, offload.gradients];
-        let whole_matrices = matches!(config.optimizer.name, OptimizerName::Muon | OptimizerName::Adafactor);
+        let whole_matrices = config.optimizer.name.looks_at_matrices();
         let CompressionSection { gradients, parameters, outer, .. } = config.compression;
         let codecs = [gradients, parameters, outer];
         let lacks = [

@@ -78,6 +78,9 @@ choices! {
         Muon = "muon",
         /// Factored second moments (Shazeer & Stern 2018).
         Adafactor = "adafactor",
+        /// AdamW's update of each matrix, as long as the matrix times the learning rate (You et al.
+        /// 2020), for large batches; AdamW for the rest. On CPUs.
+        Lamb = "lamb",
     }
 }
 
@@ -526,21 +529,22 @@ section! {
         #[elsewhere("optimizer_type", "optim", "type")]
         name: OptimizerName = OptimizerName::AdamW;
         /// The peak learning rate. Unset: 3e-4 for adamw and muon's AdamW part, 1e-4 for lion, 0.1
-        /// for sgd, 1e-3 for adafactor.
+        /// for sgd, 1e-3 for adafactor, 2e-3 for lamb.
         #[elsewhere("lr", "max_lr")]
         learning_rate: Option<f64> = None;
-        /// Decay of the first moment: adamw, lion, muon's AdamW part. Unset: 0.9.
+        /// Decay of the first moment: adamw, lamb, lion, muon's AdamW part. Unset: 0.9.
         #[elsewhere("adam_beta1", "betas")]
         beta1: Option<f64> = None;
         /// Decay of the second moment (lion: of the momentum). Unset: 0.95 for adamw and muon's
-        /// AdamW part, 0.99 for lion.
+        /// AdamW part, 0.99 for lion, 0.999 for lamb.
         #[elsewhere("adam_beta2", "betas")]
         beta2: Option<f64> = None;
-        /// Added to the root of the second moment: adamw, muon's AdamW part. Unset: 1e-8.
+        /// Added to the root of the second moment: adamw, muon's AdamW part, lamb. Unset: 1e-8, for
+        /// lamb 1e-6.
         #[elsewhere("adam_eps", "adam_epsilon", "epsilon")]
         eps: Option<f64> = None;
-        /// AdamW: the update after which second moments stay as they are (1-bit Adam, Tang et al.
-        /// 2021), for codecs whose errors would enter them. Unset: they never do.
+        /// AdamW and LAMB: the update after which second moments stay as they are (1-bit Adam, Tang
+        /// et al. 2021), for codecs whose errors would enter them. Unset: they never do.
         #[elsewhere("var_freeze_step")]
         freeze_variance_after: Option<u64> = None;
         /// Decoupled weight decay, multiplied by the learning rate.

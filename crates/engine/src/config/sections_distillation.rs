@@ -41,6 +41,10 @@ section! {
         /// The teacher's share in the mixture that `jensen_shannon` compares both with. Unset: 0.5.
         #[elsewhere("jsd_beta")]
         beta: Option<f64> = None;
+        /// Weight of the mean squared difference between the final hidden states of both models,
+        /// which is added to the loss. Both must be equally wide, as where blocks were dropped.
+        #[elsewhere("hidden_loss_weight", "alpha_mse", "alpha_hidden")]
+        hidden_weight: f64 = 0.0;
         /// Folder in which the teacher's final hidden states are kept by sequence, for later
         /// epochs, other students and resumed runs; its logits follow from them exactly. Sequences
         /// that are there need no forward of the teacher. Unset: nothing is kept.

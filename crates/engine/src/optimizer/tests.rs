@@ -5,7 +5,7 @@ use crate::config::{Config, Inputs};
 use crate::constraints::WeightConstraints;
 use serde_json::Value;
 use trainyard_autograd::{Tape, Var};
-use trainyard_model::{Forward, Init, Unit};
+use trainyard_model::{Forward, Init, ParameterKind, Unit};
 use trainyard_tensor::cpu::Isa;
 
 /// A unit with parameters and no forward.

@@ -192,6 +192,7 @@ pub const ROWS: &[Row] = &[
     row("distillation.weight", TEACHER, &["distillation.weight=0.9"], Losses),
     row("distillation.temperature", TEACHER, &["distillation.temperature=3"], Losses),
     row("distillation.divergence", TEACHER, &["distillation.divergence=reverse_kl"], Losses),
+    row("distillation.hidden_weight", TEACHER, &["distillation.hidden_weight=0.5"], Losses),
     row("distillation.cache", TEACHER, &["distillation.cache={F}/kept"], Made("kept")),
     row("distillation.beta", JENSEN, &["distillation.beta=0.1"], Losses),
     row("experts.count", MIXTURE, &["experts.count=4"], Model),

@@ -7,7 +7,8 @@
 //! decoupled (Loshchilov & Hutter 2019) unless said otherwise: `p *= 1 - lr * weight_decay`.
 //!
 //! Bytes a parameter with a 16-bit copy: AdamW 30 (read weight, gradient and two moments, write
-//! three and the copy); SGD with momentum and Lion 22; Adafactor 4 + 8 + 14 in three passes. These
+//! three and the copy); LAMB 24 + 18 in two passes; SGD with momentum and Lion 22; Adafactor
+//! 4 + 8 + 14 in three passes. These
 //! kernels run at memory bandwidth. Muon is in [`muon`](crate::cpu::muon).
 
 use crate::cpu::Cpu;
@@ -199,6 +200,98 @@ simd_fn! {
             store_at(s, m, first, i);
             store_at(s, v, second, i);
             put(s, p, params, &mut copy, i);
+            i += S::LANES;
+        }
+    }
+}
+
+/// Elements of which a thread sums squares at a time; the sums are added in order.
+const LAMB_BLOCK: usize = 1 << 14;
+
+/// One step of LAMB (You et al. 2020, algorithm 2) for one tensor: the update of [`adamw`] with its
+/// weight decay, `r = m^ / (sqrt(v^) + eps) + wd p`, made as long as the weights times the learning
+/// rate: `p -= lr |p| / |r| r`; with factor `lr` where one of the norms is 0. It reads the weights
+/// and both moments twice.
+pub fn lamb<T: Element>(
+    cpu: &Cpu,
+    hyper: AdamW,
+    step: u64,
+    gradient_scale: f32,
+    params: &mut [f32],
+    gradients: &[f32],
+    first: &mut [f32],
+    second: &mut [f32],
+    copy: Option<&mut [T]>,
+) {
+    let (correction, root) = AdamW { lr: 1.0, ..hyper }.corrected(step);
+    let hyper = AdamW { beta2: hyper.second_decay(step), ..hyper };
+    let len = params.len();
+    assert_eq!((gradients.len(), first.len(), second.len()), (len, len, len), "lengths of a tensor and its state");
+    let count = len.div_ceil(LAMB_BLOCK);
+    let mut squares = vec![[0.0f64; 2]; count];
+    {
+        let (first, second, squares) = (Shares::new(&mut *first), Shares::new(&mut *second), Shares::new(&mut squares));
+        let params = &*params;
+        for_tasks(cpu, count, 24 * len, |block| {
+            let range = block * LAMB_BLOCK..len.min((block + 1) * LAMB_BLOCK);
+            // SAFETY: every block has its own part of all three.
+            let (first, second, squares) =
+                unsafe { (first.part(range.clone()), second.part(range.clone()), squares.part(block..block + 1)) };
+            let (g, p) = (&gradients[range.clone()], &params[range]);
+            let sums = lamb_moments(cpu.isa, hyper, gradient_scale, correction, root, g, p, first, second);
+            squares[0] = sums.map(f64::from);
+        });
+    }
+    let [weights, update] = squares.iter().fold([0.0; 2], |sum, block| [sum[0] + block[0], sum[1] + block[1]]);
+    let ratio = if weights > 0.0 && update > 0.0 { (weights / update).sqrt() } else { 1.0 };
+    let rate = (f64::from(hyper.lr) * ratio) as f32;
+    for_state(cpu, first, [params, second], copy, |m, [p, v], copy| {
+        lamb_range(cpu.isa, hyper, rate, correction, root, m, v, p, copy);
+    });
+}
+
+simd_fn! {
+    /// Updates the moments, and returns the sums of squares of the weights and of the update.
+    fn lamb_moments(
+        s: S, hyper: AdamW, gradient_scale: f32, correction: f32, root: f32, gradients: &[f32], params: &[f32],
+        first: &mut [f32], second: &mut [f32],
+    ) -> [f32; 2] {
+        let (b1, b2) = (s.splat(hyper.beta1), s.splat(hyper.beta2));
+        let (a1, a2) = (s.splat(1.0 - hyper.beta1), s.splat(1.0 - hyper.beta2));
+        let (scale, eps, decay) = (s.splat(gradient_scale), s.splat(hyper.eps), s.splat(hyper.weight_decay));
+        let (correction, root) = (s.splat(correction), s.splat(root));
+        let mut sums = [s.splat(0.0); 2];
+        let mut i = 0;
+        while i < params.len() {
+            let g = s.mul(load_at(s, gradients, i, 0.0), scale);
+            let m = s.fma(load_at(s, first, i, 0.0), b1, s.mul(g, a1));
+            let v = s.fma(load_at(s, second, i, 0.0), b2, s.mul(s.mul(g, g), a2));
+            let p = load_at(s, params, i, 0.0);
+            // What lies behind the end is 0, and so is its update: 0 / eps.
+            let r = s.fma(p, decay, s.div(s.mul(m, correction), s.fma(s.sqrt(v), root, eps)));
+            sums = [s.fma(p, p, sums[0]), s.fma(r, r, sums[1])];
+            store_at(s, m, first, i);
+            store_at(s, v, second, i);
+            i += S::LANES;
+        }
+        sums.map(|sum| s.reduce_sum(sum))
+    }
+}
+
+simd_fn! {
+    fn lamb_range[T: Element](
+        s: S, hyper: AdamW, rate: f32, correction: f32, root: f32, first: &[f32], second: &[f32], params: &mut [f32],
+        copy: Option<&mut [T]>,
+    ) {
+        let mut copy = copy;
+        let (eps, decay, rate) = (s.splat(hyper.eps), s.splat(hyper.weight_decay), s.splat(-rate));
+        let (correction, root) = (s.splat(correction), s.splat(root));
+        let mut i = 0;
+        while i < params.len() {
+            let p = load_at(s, params, i, 0.0);
+            let m = s.mul(load_at(s, first, i, 0.0), correction);
+            let r = s.fma(p, decay, s.div(m, s.fma(s.sqrt(load_at(s, second, i, 0.0)), root, eps)));
+            put(s, s.fma(r, rate, p), params, &mut copy, i);
             i += S::LANES;
         }
     }

@@ -11,6 +11,7 @@ mod embedding;
 pub mod experts;
 pub mod fp8;
 pub mod grid;
+mod hidden;
 mod int8;
 mod linear;
 mod loss;
@@ -32,6 +33,7 @@ pub use context::{
 };
 pub use distill::{TeacherLogits, distillation_loss, distillation_loss_with_gradients};
 pub use embedding::{embedding, embedding_backward, embedding_part, embedding_part_backward};
+pub use hidden::{hidden_distance, hidden_distance_backward};
 pub use int8::{linear_int8, linear_int8_input_gradient};
 pub use linear::{linear, linear_input_gradient, linear_weight_gradient};
 pub use loss::{

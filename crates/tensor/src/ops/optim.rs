@@ -97,6 +97,24 @@ pub fn adamw(
     })
 }
 
+/// One step of LAMB, the `step`-th from 1, on one tensor. On the CPU only.
+pub fn lamb(
+    hyper: AdamW,
+    step: u64,
+    operands: OptimizerOperands<'_>,
+    first: &mut Tensor,
+    second: &mut Tensor,
+) -> Result<()> {
+    const OP: &str = "lamb";
+    let cost = operands.check(OP, &[first, second])?;
+    let scale = operands.gradient_scale;
+    let not_there = || TensorError::NotImplemented { device: "cuda", op: OP };
+    with_copy!(OP, operands, cost, cuda: |_gpu| Err(not_there()), cpu: |cpu, master, gradient, copy| {
+        let (first, second) = (first.get_mut::<f32>(), second.get_mut::<f32>());
+        kernels::lamb(cpu, hyper, step, scale, master, gradient, first, second, copy)
+    })
+}
+
 /// One step of SGD; `momentum` is its state where it has one.
 pub fn sgd(hyper: Sgd, operands: OptimizerOperands<'_>, momentum: Option<&mut Tensor>) -> Result<()> {
     const OP: &str = "sgd";

@@ -17,6 +17,21 @@ pub fn adamw(h: AdamW, step: u64, p: &mut [f64], g: &[f64], m: &mut [f64], v: &m
     }
 }
 
+/// LAMB of one tensor; updates weights and moments.
+pub fn lamb(h: AdamW, step: u64, p: &mut [f64], g: &[f64], m: &mut [f64], v: &mut [f64]) {
+    let before = p.to_vec();
+    // AdamW from weights 0 without decay gives the direction.
+    let mut direction = vec![0.0; p.len()];
+    adamw(AdamW { lr: 1.0, weight_decay: 0.0, ..h }, step, &mut direction, g, m, v);
+    let update: Vec<f64> = direction.iter().zip(&before).map(|(d, p)| -d + f64::from(h.weight_decay) * p).collect();
+    let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let (weights, length) = (norm(&before), norm(&update));
+    let ratio = if weights > 0.0 && length > 0.0 { weights / length } else { 1.0 };
+    for (p, update) in p.iter_mut().zip(update) {
+        *p -= f64::from(h.lr) * ratio * update;
+    }
+}
+
 /// SGD with momentum.
 pub fn sgd(h: Sgd, p: &mut [f64], g: &[f64], m: &mut [f64]) {
     let (lr, mu, decay) = (f64::from(h.lr), f64::from(h.momentum), f64::from(h.weight_decay));

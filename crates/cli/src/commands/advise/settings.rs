@@ -48,7 +48,7 @@ pub fn setup(resolved: &Resolved) -> Result<Setup> {
             OptimizerName::AdamW => Optimizer::AdamW,
             OptimizerName::Lion => Optimizer::Lion,
             OptimizerName::Adafactor => Optimizer::Adafactor,
-            OptimizerName::Sgd | OptimizerName::Muon => Optimizer::Other,
+            OptimizerName::Sgd | OptimizerName::Muon | OptimizerName::Lamb => Optimizer::Other,
         },
         layers: spec.layers as u32,
         ffn: spec.ffn_dim as u32,

@@ -77,6 +77,8 @@ pub fn all(candidate: &Candidate, sequence_length: u64, blocks: usize, cuts: &[u
     }
     if mesh.cp > 1 {
         sets.push(format!("parallel.context_parallel_degree={}", mesh.cp));
+        // The nearest to the ring that was priced: keys travel while attention is computed.
+        sets.push("parallel.context_parallel_exchange=all_gather_overlapped".to_owned());
     }
     sets.extend(checkpointing(candidate, blocks));
     for (part, tier) in [

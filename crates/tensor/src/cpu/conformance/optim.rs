@@ -54,6 +54,37 @@ dtypes! {
 }
 
 dtypes! {
+    fn lamb_steps<T>() {
+        for (len, variance_steps) in LENGTHS.into_iter().flat_map(|len| [(len, None), (len, Some(4))]) {
+            // A rate of 0.01 moves a tensor by a hundredth of its length in each step.
+            let hyper = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.99, eps: 1e-6, weight_decay: 0.1, variance_steps };
+            for start in [values::<f32>(1, len), vec![0.0; len]] {
+                on_every_cpu(
+                    |cpu| {
+                        let (mut p, mut m, mut v, mut c) = (start.clone(), vec![0.0; len], vec![0.0; len], vec![T::default(); len]);
+                        for step in 1..=10 {
+                            let copy = (step % 2 == 0).then_some(&mut c[..]);
+                            lamb(cpu, hyper, step, SCALE, &mut p, &gradient(step, len), &mut m, &mut v, copy);
+                        }
+                        (p, m, v, c)
+                    },
+                    |isa, (p, m, v, c)| {
+                        let (mut want, mut first, mut second) = (wide(&start), vec![0.0; len], vec![0.0; len]);
+                        for step in 1..=10 {
+                            oracle::lamb(hyper, step, &mut want, &scaled(step, len), &mut first, &mut second);
+                        }
+                        close(isa, "weights", p, &want, SLACK);
+                        close(isa, "first", m, &first, SLACK);
+                        close(isa, "second", v, &second, SLACK);
+                        assert!(c.iter().zip(p).all(|(c, p)| *c == T::from_f32(*p)), "{isa}: the copy is not the weights");
+                    },
+                );
+            }
+        }
+    }
+}
+
+dtypes! {
     fn sgd_steps<T>() {
         for (momentum, nesterov, decay) in [(0.0, false, Decay::Coupled), (0.9, false, Decay::Decoupled), (0.9, true, Decay::Coupled)] {
             let hyper = Sgd { lr: 0.05, momentum, nesterov, weight_decay: 0.1, decay };
