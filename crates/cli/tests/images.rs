@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Folder, Ran, tensors};
+use common::{Folder, Ran, losses, record, tensors};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -87,17 +87,6 @@ fn train(folder: &Folder, name: &str, sets: &[&str]) -> Ran {
     let mut arguments = vec!["train", "vit.toml", "--set", &name];
     sets.iter().for_each(|set| arguments.extend(["--set", set]));
     folder.run(&arguments)
-}
-
-/// The lines of a record of a run.
-fn record(folder: &Folder, run: &str, file: &str) -> Vec<Value> {
-    let text = fs::read_to_string(folder.join("runs").join(run).join(file)).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-/// The losses of a run's steps, as they are written.
-fn losses(folder: &Folder, run: &str) -> Vec<String> {
-    record(folder, run, "metrics.jsonl").iter().map(|step| step["loss"].to_string()).collect()
 }
 
 #[test]

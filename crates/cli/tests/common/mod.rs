@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::TcpListener;
@@ -172,4 +173,15 @@ pub fn wait_for_steps(folder: &Folder, name: &str, steps: usize) {
 
 pub fn send(signal: &str, process: &str) {
     assert!(Command::new("kill").args([signal, process]).status().expect("kill runs").success());
+}
+
+/// The lines of a record of a run.
+pub fn record(folder: &Folder, run: &str, file: &str) -> Vec<Value> {
+    let text = fs::read_to_string(folder.join("runs").join(run).join(file)).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The losses of a run's steps, as they are written.
+pub fn losses(folder: &Folder, run: &str) -> Vec<String> {
+    record(folder, run, "metrics.jsonl").iter().map(|step| step["loss"].to_string()).collect()
 }

@@ -245,7 +245,7 @@ fn decode(
     by_float!(op, qkv.dtype(), T => qkv.device().launch_on(op, cost, |on| {
         let cpu = match on {
             On::Cpu(cpu) => cpu,
-            On::Cuda(_) if bias.is_some() => return Err(super::relative::not_on_cuda(op)),
+            On::Cuda(_) if bias.is_some() => return Err(super::not_on_cuda(op)),
             On::Cuda(gpu) => return cuda::attention_decode(gpu, qkv, spec, [keys, values], start, &out),
         };
         let [q, k, v] = columns(qkv.get::<T>(), n, spec)?;

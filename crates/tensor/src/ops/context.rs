@@ -6,11 +6,12 @@
 //! log-sum-exps in f32, as flash attention joins blocks of keys (Dao et al. 2022; Liu et al. 2023,
 //! "Ring attention").
 
+use super::not_on_cuda;
 use crate::cpu::Cpu;
 use crate::cpu::attention::{self as kernels, AttentionSpec, Rows, RowsMut};
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
-use crate::error::{Result, TensorError};
+use crate::error::Result;
 use crate::{Cost, DType, Device, On, Purpose, Tensor, by_float, ensure_shape};
 use std::ops::Range;
 use std::sync::Arc;
@@ -283,12 +284,8 @@ fn scratch(device: &Device, kv: &Tensor, segments: &ContextSegments) -> Result<T
     device.empty([segments.0.read.max(1), kv.last_dim()], kv.dtype(), Purpose::Workspace)
 }
 
-fn not_on_cuda(op: &'static str) -> TensorError {
-    TensorError::Shape { op, what: "there is no kernel for it on GPUs".to_owned() }
-}
-
 /// The keys and the values of rows of both.
-fn halves<'a, T>(kv: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[Rows<'a, T>; 2], TensorError> {
+pub(super) fn halves<'a, T>(kv: &'a [T], rows: usize, spec: &AttentionSpec) -> Result<[Rows<'a, T>; 2]> {
     let columns = spec.kv_cols();
     let all = Rows::dense(kv, rows, 2 * columns)?;
     Ok([all.columns(0..columns), all.columns(columns..2 * columns)])

@@ -1,14 +1,10 @@
 //! The distance of a student's hidden states from a teacher's.
 
-use super::same_form;
+use super::{not_on_cuda, same_form};
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
-use crate::error::{Result, TensorError};
+use crate::error::Result;
 use crate::{Cost, DType, On, Purpose, Tensor, by_float, ensure_shape};
-
-fn not_on_cuda(op: &'static str) -> TensorError {
-    TensorError::Shape { op, what: "there is no kernel for it on GPUs".to_owned() }
-}
 
 /// Rows that one task compares.
 const ROWS_OF_TASK: usize = 64;

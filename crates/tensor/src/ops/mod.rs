@@ -50,7 +50,7 @@ pub use relative::{
 };
 
 use crate::cpu::gemm::{Accumulate, Activation};
-use crate::error::Result;
+use crate::error::{Result, TensorError};
 use crate::{Computes, DType, Device, Purpose, Tensor, cuda, ensure_shape};
 
 /// Where a parameter's gradient is summed, and whether to overwrite what is there.
@@ -69,6 +69,11 @@ fn form(activation: Activation) -> &'static str {
         Activation::GeluExact => "gelu",
         Activation::GeluTanh => "gelu_tanh",
     }
+}
+
+/// The error of an operation that only CPUs have a kernel for.
+fn not_on_cuda(op: &'static str) -> TensorError {
+    TensorError::Shape { op, what: "there is no kernel for it on GPUs".to_owned() }
 }
 
 /// Scratch memory of `floats` f32 numbers that kernels of the CPU do without.

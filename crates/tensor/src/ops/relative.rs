@@ -2,15 +2,12 @@
 //! batch over another: what an encoder and a decoder need beside plain attention.
 
 use super::attention::{columns, dims};
-use super::{HeadLayout, Segments, same_form};
+use super::context::halves;
+use super::{HeadLayout, Segments, not_on_cuda, same_form};
 use crate::cpu::attention::{self as kernels, AttentionSpec, DistanceBias, Rows, RowsMut};
 use crate::dtype::Element;
-use crate::error::{Result, TensorError};
+use crate::error::Result;
 use crate::{Cost, DType, On, Tensor, by_float, ensure_shape};
-
-pub(super) fn not_on_cuda(op: &'static str) -> TensorError {
-    TensorError::Shape { op, what: "there is no kernel for it on GPUs".to_owned() }
-}
 
 /// One more than the largest distance of `bias`, f32 [h, 2 reach - 1].
 pub(super) fn reach(op: &'static str, spec: &AttentionSpec, bias: &Tensor) -> Result<usize> {
@@ -163,13 +160,6 @@ impl CrossSegments {
     }
 }
 
-/// The keys and the values of rows of both.
-fn halves<'a, T>(kv: &'a [T], spec: &AttentionSpec) -> Result<[Rows<'a, T>; 2], TensorError> {
-    let columns = spec.kv_cols();
-    let all = Rows::dense(kv, kv.len() / (2 * columns), 2 * columns)?;
-    Ok([all.columns(0..columns), all.columns(columns..2 * columns)])
-}
-
 /// Attention of queries `q` [n, h c] over keys and values `kv` [m, 2 h_kv c], each query over all
 /// keys of its segment: out [n, h c] and the log-sum-exp of each query's scores, f32 [h, n].
 pub fn cross_attention(
@@ -185,7 +175,7 @@ pub fn cross_attention(
     let work = segments.cost(spec, q.dtype(), 2, 1).on(q.dtype(), segments.dims(spec));
     by_float!(OP, q.dtype(), T => q.device().launch_on(OP, work, |on| {
         let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
-        let [k, v] = halves(kv.get::<T>(), spec)?;
+        let [k, v] = halves(kv.get::<T>(), kv.rows(), spec)?;
         let (cu_q, cu_k) = (segments.queries.bounds(), segments.keys.bounds());
         let (rows, columns) = (q.rows(), spec.q_cols());
         let q = Rows::dense(q.get::<T>(), rows, columns)?;
@@ -213,7 +203,7 @@ pub fn cross_attention_backward(
     let work = segments.cost(spec, q.dtype(), 5, 2).on(q.dtype(), segments.dims(spec));
     by_float!(OP, q.dtype(), T => q.device().launch_on(OP, work, |on| {
         let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
-        let [k, v] = halves(kv.get::<T>(), spec)?;
+        let [k, v] = halves(kv.get::<T>(), kv.rows(), spec)?;
         let (cu_q, cu_k) = (segments.queries.bounds(), segments.keys.bounds());
         let (rows, columns) = (q.rows(), spec.q_cols());
         let dense = |data| Rows::dense(data, rows, columns);
