@@ -26,6 +26,17 @@ const CASES: [(&str, &[&str]); 11] = [
         "mixtral-f32-experts",
         &["parallel.ranks=2", "model.family='mixtral'", "experts.count=4", "parallel.expert_parallel_degree=2"],
     ),
+    (
+        "dots1-f32-experts-and-columns",
+        &[
+            "parallel.ranks=4",
+            "model.family='dots1'",
+            "experts.count=4",
+            "experts.dense_layers=1",
+            "parallel.expert_parallel_degree=2",
+            "parallel.tensor_parallel_degree=2",
+        ],
+    ),
     ("gpt2-f32-zero-3", &["parallel.ranks=2", "parallel.zero_stage=3", "model.family='gpt2'"]),
     ("gpt2-f32-ddp", &["parallel.ranks=4", "model.family='gpt2'", "activation_checkpointing.mode='selective'"]),
     ("llama-bf16-zero-3", &["parallel.ranks=4", "parallel.zero_stage=3", "precision.compute='bf16'"]),

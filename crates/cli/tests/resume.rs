@@ -213,12 +213,19 @@ fn going_on_says_that_the_learning_rate_rises() {
 }
 
 /// A checkpoint has whole experts, whatever ranks wrote them: a run goes on with its experts over
-/// two ranks or on each, and ends with the same bits, evaluations included.
+/// two replicas or on each, and ends with the same bits, evaluations included. So does one whose
+/// replicas divide products.
 #[test]
 fn a_mixture_goes_on_with_its_experts_over_other_ranks() {
+    for sets in [&["parallel.ranks=2"][..], &["parallel.ranks=4", "parallel.tensor_parallel_degree=2"]] {
+        goes_on_with_other_experts(sets);
+    }
+}
+
+fn goes_on_with_other_experts(sets: &[&str]) {
     let folder = Folder::new();
     // Three batches to evaluate: in the last round one rank has none.
-    let mixture = ["model.family=mixtral", "experts.count=4", "parallel.ranks=2", "optimizer.clip_norm=0"];
+    let mixture = [&["model.family=mixtral", "experts.count=4", "optimizer.clip_norm=0"], sets].concat();
     let evaluated = ["evaluation.interval_steps=3", "evaluation.tokens_max=300"];
     let degree = |degree: usize| format!("parallel.expert_parallel_degree={degree}");
     let evaluations = |run: &Path| -> Vec<Value> {

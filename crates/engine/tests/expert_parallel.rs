@@ -102,8 +102,8 @@ fn experts_over_ranks_train_as_whole_ones() {
 }
 
 /// Layouts in which replicas of several ranks divide experts: their state, their stages and their
-/// sequences are divided too.
-const REPLICAS: [&str; 9] = [
+/// sequences are divided too, and products with and without rows.
+const REPLICAS: [&str; 14] = [
     "parallel.ranks=4 parallel.zero_stage=1",
     "parallel.ranks=4 parallel.zero_stage=2 parallel.reduce_schedule='micro_batch'",
     "parallel.ranks=4 parallel.zero_stage=3 activation_checkpointing.mode='full'",
@@ -113,6 +113,11 @@ const REPLICAS: [&str; 9] = [
     "parallel.ranks=4 parallel.pipeline_parallel_degree=2",
     "parallel.ranks=4 parallel.pipeline_parallel_degree=2 parallel.pipeline_schedule='zero_bubble'",
     "parallel.ranks=8 parallel.pipeline_parallel_degree=2 parallel.zero_stage=1 parallel.data_parallel_shard_degree=2",
+    "parallel.ranks=4 parallel.tensor_parallel_degree=2 parallel.sequence_parallel=false",
+    "parallel.ranks=4 parallel.tensor_parallel_degree=2 activation_checkpointing.mode='full'",
+    "parallel.ranks=8 parallel.tensor_parallel_degree=2 parallel.zero_stage=3 parallel.data_parallel_shard_degree=2",
+    "parallel.ranks=8 parallel.tensor_parallel_degree=2 parallel.context_parallel_degree=2 memory.offload.optimizer='disk'",
+    "parallel.ranks=8 parallel.tensor_parallel_degree=2 parallel.pipeline_parallel_degree=2 parallel.zero_stage=1",
 ];
 
 /// The losses, norms and gradients are those of one rank that has everything, and a rank holds as
@@ -206,7 +211,7 @@ fn layouts_that_do_not_run_are_refused_with_what_would() {
     for (text, words) in [
         ("parallel.ranks=1", "make parallel.ranks a multiple of 2"),
         ("parallel.ranks=3 training.global_batch_size=6", "of which there are 3: make parallel.ranks a multiple of 2"),
-        ("parallel.ranks=4 parallel.tensor_parallel_degree=2", "set parallel.tensor_parallel_degree = 1"),
+        ("parallel.ranks=2 parallel.tensor_parallel_degree=2", "make parallel.ranks a multiple of 4"),
         ("parallel.ranks=2 parallel.context_parallel_degree=2", "make parallel.ranks a multiple of 4"),
         (
             "parallel.ranks=4 parallel.zero_stage=1 parallel.data_parallel_shard_degree=4",

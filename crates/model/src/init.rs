@@ -40,7 +40,7 @@ mod tests {
         let whole = fill(id, 7, 0, 5000);
         assert_eq!(fill(id, 7, 1234, 1000), whole[1234..2234]);
         let pieces = vec![Piece { local: 0..30, whole: 17..47, holders: 1, owned: true }];
-        let split = Some(Split { whole: vec![100, 50], dim: 1, pieces, shared: Vec::new() });
+        let split = Some(Split { whole: vec![100, 50], dim: 1, outer: 0, pieces, shared: Vec::new() });
         let part = ParameterSpec { shape: vec![100, 30], split, ..parameter.clone() };
         let mut out = vec![0.0; 2000];
         initialise(&Cpu::new(Isa::detect(), 2), 7, id, &part, 500, &mut out);

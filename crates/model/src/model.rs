@@ -53,7 +53,7 @@ impl Model {
     /// group. A group of one rank divides nothing.
     ///
     /// # Errors
-    /// As [`Model::split`], and splits that do not go together.
+    /// As [`Model::split`], and experts that cannot be divided among so many ranks.
     pub fn split_over(
         spec: ModelSpec,
         split: TensorSplit,
@@ -61,7 +61,7 @@ impl Model {
         experts: ExpertSplit,
     ) -> Result<Model> {
         spec.validate()?;
-        experts.check(&spec, split)?;
+        experts.check(&spec)?;
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
         let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));

@@ -120,14 +120,17 @@ pub struct ParameterSpec {
     pub decay: f64,
 }
 
-/// The part of a whole parameter that one rank of a tensor-parallel or of an expert-parallel group
-/// holds.
+/// The part of a whole parameter that one rank of a tensor-parallel group, of an expert-parallel
+/// group or of both holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Split {
     /// The shape of the whole parameter.
     pub whole: Vec<usize>,
     /// The dimension along which it is split.
     pub dim: usize,
+    /// The position, over all dimensions before `dim`, of the part's first: a part of columns of
+    /// some experts begins at the rows of its own. Else 0.
+    pub outer: usize,
     /// The held stretches along that dimension, in local order; together they are all that is held.
     pub pieces: Vec<Piece>,
     /// The stretches of the whole that several ranks hold, whichever, ascending. The ranks of the
@@ -147,6 +150,20 @@ pub struct Piece {
     /// True on the rank that counts it in norms and writes it to checkpoints: the first that holds
     /// it.
     pub owned: bool,
+}
+
+impl Piece {
+    /// The stretch of it that lies within `rows` of the part, of which these become all. None if
+    /// none does.
+    pub(crate) fn within(&self, rows: &Range<usize>) -> Option<Piece> {
+        let (start, end) = (self.local.start.max(rows.start), self.local.end.min(rows.end));
+        let whole = self.whole.start + start.saturating_sub(self.local.start);
+        (start < end).then(|| Piece {
+            local: start - rows.start..end - rows.start,
+            whole: whole..whole + (end - start),
+            ..self.clone()
+        })
+    }
 }
 
 impl ParameterSpec {
@@ -225,7 +242,7 @@ impl ParameterSpec {
             };
         };
         let inner: usize = split.whole[split.dim + 1..].iter().product();
-        let outer: usize = split.whole[..split.dim].iter().product();
+        let outer: usize = self.shape[..split.dim].iter().product();
         let row: usize = split.shared.iter().map(Range::len).sum();
         let mut runs = Vec::new();
         for piece in split.pieces.iter().filter(|piece| piece.holders > 1) {
@@ -244,18 +261,22 @@ impl ParameterSpec {
         (runs, outer * row * inner)
     }
 
-    /// The elements of this part that count in the norm of all ranks' gradients on this rank, which
-    /// is number `rank` of its tensor-parallel group: ascending runs. Every element of the whole
-    /// counts on one rank.
-    pub fn counted_runs(&self, rank: usize) -> Vec<Range<usize>> {
+    /// The elements of this part that count in the norm of all ranks' gradients on the rank with
+    /// these places in its tensor-parallel and in its expert-parallel group: ascending runs. Every
+    /// element of the whole counts on one rank.
+    pub fn counted_runs(&self, of_tensor: usize, of_experts: usize) -> Vec<Range<usize>> {
+        // Ranks that divide experts have all else as copies of each other.
+        if of_experts > 0 && !self.of_experts {
+            return Vec::new();
+        }
         let Some(split) = &self.split else {
-            return (rank == 0).then_some(0..self.elements()).into_iter().collect();
+            return (of_tensor == 0).then_some(0..self.elements()).into_iter().collect();
         };
         if split.pieces.iter().all(|piece| piece.owned) {
             return std::iter::once(0..self.elements()).collect();
         }
         let inner: usize = split.whole[split.dim + 1..].iter().product();
-        let outer: usize = split.whole[..split.dim].iter().product();
+        let outer: usize = self.shape[..split.dim].iter().product();
         let row = self.shape[split.dim];
         let of_row = |outer: usize| {
             let owned = split.pieces.iter().filter(|piece| piece.owned);
@@ -294,7 +315,7 @@ impl ParameterSpec {
                 if start >= end {
                     continue;
                 }
-                let whole = outer * whole_row + piece.whole.start * inner + start % row - piece.local.start * inner;
+                let whole = (split.outer + outer) * whole_row + piece.whole.start * inner + start % row - piece.local.start * inner;
                 match runs.last_mut() {
                     Some((run, first)) if run.end == start && *first + run.len() == whole => run.end = end,
                     _ => runs.push((start..end, whole)),
@@ -465,11 +486,11 @@ mod tests {
         assert_eq!(parameter.whole_runs(3..20), [(3..20, 3)]);
         assert_eq!(parameter.whole_runs(3..3), []);
         let pieces = vec![piece(0..1, 1..2), piece(1..3, 5..7), piece(3..4, 7..8)];
-        parameter.split = Some(Split { whole: vec![9, 6], dim: 0, pieces, shared: Vec::new() });
+        parameter.split = Some(Split { whole: vec![9, 6], dim: 0, outer: 0, pieces, shared: Vec::new() });
         assert_eq!(parameter.whole_runs(0..24), [(0..6, 6), (6..24, 30)]);
         assert_eq!(parameter.whole_runs(4..8), [(4..6, 10), (6..8, 30)]);
         let pieces = vec![piece(0..2, 3..5), piece(2..6, 8..12)];
-        parameter.split = Some(Split { whole: vec![4, 14], dim: 1, pieces, shared: Vec::new() });
+        parameter.split = Some(Split { whole: vec![4, 14], dim: 1, outer: 0, pieces, shared: Vec::new() });
         let expected: Vec<usize> =
             (0..4).flat_map(|row| [3, 4, 8, 9, 10, 11].map(|column| row * 14 + column)).collect();
         for (start, end) in [(0, 24), (1, 23), (2, 3), (5, 14), (12, 12)] {

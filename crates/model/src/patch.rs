@@ -42,7 +42,7 @@ impl ParameterSpec {
     pub fn patches(&self, local: Range<usize>) -> Vec<Patch> {
         let elements = self.elements();
         let local = local.start.min(elements)..local.end.min(elements);
-        let dim = self.split.as_ref().map_or(0, |split| split.dim);
+        let (dim, outer) = self.split.as_ref().map_or((0, 0), |split| (split.dim, split.outer));
         let inner = |shape: &[usize]| shape.iter().skip(dim.max(1)).product::<usize>();
         let (width, local_stride) = (inner(self.whole_shape()), inner(&self.shape));
         // The pieces of an unsplit parameter: all of it.
@@ -60,7 +60,7 @@ impl ParameterSpec {
                 } else {
                     let held = overlap(&columns, &(piece.local.start * step..piece.local.end * step));
                     let whole = moved(&held, piece.local.start * step, piece.whole.start * step);
-                    (rows.clone(), held, rows.clone(), whole)
+                    (rows.clone(), held, outer + rows.start..outer + rows.end, whole)
                 };
                 if !rows_held.is_empty() && !columns_held.is_empty() {
                     patches.push(Patch {
@@ -114,8 +114,9 @@ mod tests {
     use crate::parameter::{Init, ParameterKind, Split};
     use proptest::prelude::*;
 
-    /// A part of a parameter of `shape`: every second of some uneven stretches along `dim`.
-    fn part(shape: &[usize], dim: usize, cuts: &[usize]) -> ParameterSpec {
+    /// A part of a parameter of `shape`: every second of some uneven stretches along `dim`, and of
+    /// them the rows after the first `skipped`, where `dim` is a later dimension.
+    fn part(shape: &[usize], dim: usize, cuts: &[usize], skipped: usize) -> ParameterSpec {
         let mut ends: Vec<usize> = cuts.iter().map(|cut| cut % (shape[dim] + 1)).chain([shape[dim]]).collect();
         ends.sort_unstable();
         let (mut start, mut local, mut pieces) = (0, 0, Vec::new());
@@ -130,8 +131,11 @@ mod tests {
         }
         let mut held = shape.to_vec();
         held[dim] = local;
+        let skipped = if dim > 0 { skipped % shape[0] } else { 0 };
+        held[0] -= skipped;
+        let outer = skipped * shape[1..dim.max(1)].iter().product::<usize>();
         let mut spec = ParameterSpec::new("w", &held, Init::Zeros, ParameterKind::Matrix, "w");
-        spec.split = Some(Split { whole: shape.to_vec(), dim, pieces, shared: Vec::new() });
+        spec.split = Some(Split { whole: shape.to_vec(), dim, outer, pieces, shared: Vec::new() });
         spec
     }
 
@@ -143,7 +147,7 @@ mod tests {
         let of = |local: usize| {
             let (row, at) = (local / (inner * spec.shape[split.dim]), local / inner % spec.shape[split.dim]);
             let piece = split.pieces.iter().find(|piece| piece.local.contains(&at)).unwrap();
-            row * whole_inner + (at - piece.local.start + piece.whole.start) * inner + local % inner
+            (split.outer + row) * whole_inner + (at - piece.local.start + piece.whole.start) * inner + local % inner
         };
         (0..spec.elements()).map(of).collect()
     }
@@ -152,9 +156,9 @@ mod tests {
         #[test]
         fn patches_and_runs_are_the_elements_of_a_split(
             shape in prop::collection::vec(1usize..9, 1..4), dim in 0usize..3,
-            cuts in prop::collection::vec(0usize..9, 0..5), ends in any::<[prop::sample::Index; 2]>(),
+            cuts in prop::collection::vec(0usize..9, 0..5), skipped in 0usize..9, ends in any::<[prop::sample::Index; 2]>(),
         ) {
-            let spec = part(&shape, dim % shape.len(), &cuts);
+            let spec = part(&shape, dim % shape.len(), &cuts, skipped);
             let want = elements(&spec);
             let mut ends = ends.map(|end| end.index(want.len() + 1));
             ends.sort_unstable();

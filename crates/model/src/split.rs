@@ -10,7 +10,8 @@
 //! residual stream.
 //!
 //! Expert parallelism (Lepikhin et al. 2020) divides the experts of a layer among ranks that have
-//! tokens of their own ([`ExpertSplit`]). Everything else of the layer is whole on each of them.
+//! tokens of their own ([`ExpertSplit`]). Everything else of the layer is the same on each of them.
+//! With both, a rank has its columns of its experts.
 //!
 //! Parts may be unequal. Where a dimension allows it, parts of it are multiples of [`QUANTUM`], for
 //! the speed of products.
@@ -117,12 +118,11 @@ impl ExpertSplit {
     /// The one rank of a group of one.
     pub const WHOLE: ExpertSplit = ExpertSplit { rank: 0, ranks: 1 };
 
-    /// Checks that the experts of `spec` can be divided, beside the other splits of the model.
+    /// Checks that the experts of `spec` can be divided.
     ///
     /// # Errors
-    /// A model without experts, a number of experts that the degree does not divide, or experts
-    /// whose columns are divided too.
-    pub fn check(&self, spec: &ModelSpec, tensor: TensorSplit) -> Result<()> {
+    /// A model without experts, or a number of experts that the degree does not divide.
+    pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let ExpertSplit { rank, ranks } = *self;
         if ranks == 1 {
             return Ok(());
@@ -135,22 +135,27 @@ impl ExpertSplit {
                     (1..=experts.experts).filter(|n| experts.experts.is_multiple_of(*n)).collect();
                 format!("{} experts cannot be divided among {ranks} ranks: use one of {possible:?}", experts.experts)
             }
-            Some(_) if tensor.ranks > 1 => {
-                "experts are divided among ranks that have whole products: leave the tensor degree at 1".to_owned()
-            }
             Some(_) => return Ok(()),
         };
         Err(ModelError::Split(problem))
     }
 
-    /// Replaces a parameter whose rows are those of all experts in turn by the rank's part.
+    /// Replaces a parameter whose rows are those of all experts in turn, or a tensor-parallel part
+    /// of each expert's, by those of the rank's experts.
     pub(crate) fn cut(&self, parameter: &mut ParameterSpec) {
-        let whole = parameter.shape.clone();
-        let each = whole[0] / self.ranks;
+        let each = parameter.shape[0] / self.ranks;
         let rows = self.rank * each..(self.rank + 1) * each;
-        let pieces = vec![Piece { local: 0..each, whole: rows, holders: 1, owned: true }];
+        let mut split = parameter.split.take().unwrap_or_else(|| {
+            let all = Piece { local: 0..parameter.shape[0], whole: 0..parameter.shape[0], holders: 1, owned: true };
+            Split { whole: parameter.shape.clone(), dim: 0, outer: 0, pieces: vec![all], shared: Vec::new() }
+        });
+        if split.dim == 0 {
+            split.pieces = split.pieces.iter().filter_map(|piece| piece.within(&rows)).collect();
+        } else {
+            split.outer = rows.start;
+        }
         parameter.shape[0] = each;
-        parameter.split = Some(Split { whole, dim: 0, pieces, shared: Vec::new() });
+        parameter.split = Some(split);
         parameter.of_experts = true;
     }
 }
@@ -412,7 +417,7 @@ impl Division {
             }
         }
         parameter.shape[dim] = end;
-        parameter.split = Some(Split { whole, dim, pieces, shared });
+        parameter.split = Some(Split { whole, dim, outer: 0, pieces, shared });
         parameter.layout = Layout::Split;
     }
 

@@ -326,7 +326,7 @@ fn pair(
         up.shape[0] = row;
         up.layout = weight.layout;
         let shared = split.shared.iter().flat_map(moved).collect();
-        up.split = Some(Split { whole: vec![whole_rows, rank], dim: 0, pieces: held, shared });
+        up.split = Some(Split { whole: vec![whole_rows, rank], dim: 0, outer: 0, pieces: held, shared });
         down.layout = Layout::Replicated;
     } else if let Some(split) = &weight.split {
         down.layout = weight.layout;

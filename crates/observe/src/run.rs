@@ -27,6 +27,23 @@ pub struct Run {
     pub faults: Vec<FaultReport>,
     /// The images that it trains on; None if it trains on text.
     pub images: Option<Images>,
+    /// The form of its products; None where its configuration cannot be read.
+    pub products: Option<Products>,
+}
+
+/// The form of the numbers that a run multiplies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Products {
+    /// f32.
+    F32,
+    /// bf16 or f16.
+    Bits16 {
+        /// True if the linear layers could multiply 8-bit integers instead (`precision.int8`):
+        /// on a processor, where no other setting forbids it.
+        could_be_int8: bool,
+    },
+    /// 8 bits, in the layers that have them.
+    Bits8,
 }
 
 /// The preparation of a run's images.
@@ -123,7 +140,10 @@ impl Run {
         run.samples = monitor::read(&monitor::path(folder, 0))?;
         run.health = health::read(folder)?;
         run.faults = fault_reports(&folder.join("faults"))?;
-        run.images = images(&folder.join("config.toml"));
+        // Times are explained without it.
+        let config = std::fs::read_to_string(folder.join("config.toml")).ok().and_then(|text| text.parse().ok());
+        run.images = config.as_ref().and_then(images);
+        run.products = config.as_ref().and_then(products);
         Ok(run)
     }
 
@@ -138,13 +158,30 @@ impl Run {
     }
 }
 
-/// The images of the configuration `path`; None too where it cannot be read, because times are
-/// explained without it.
-fn images(path: &Path) -> Option<Images> {
-    let config: toml::Table = std::fs::read_to_string(path).ok()?.parse().ok()?;
+/// The images of a configuration.
+fn images(config: &toml::Table) -> Option<Images> {
     let is_of_images = config.get("data")?.get("format")?.as_str() == Some("images");
     let cached = config.get("images").and_then(|images| images.get("cache")).is_some();
     is_of_images.then_some(Images { cached })
+}
+
+/// The products of a configuration.
+fn products(config: &toml::Table) -> Option<Products> {
+    let value = |section: &str, key: &str| config.get(section).and_then(|section| section.get(key));
+    let is = |section: &str, key: &str, usual: &str| value(section, key).is_none_or(|it| it.as_str() == Some(usual));
+    if !is("precision", "fp8", "off") || !is("precision", "int8", "off") {
+        return Some(Products::Bits8);
+    }
+    let whole = value("parallel", "tensor_parallel_degree").is_none_or(|degree| degree.as_integer() == Some(1));
+    let could_be_int8 = is("compute", "device", "cpu")
+        && value("quantization", "aware").is_none()
+        && whole
+        && !config.contains_key("experts");
+    match value("precision", "compute")?.as_str()? {
+        "f32" => Some(Products::F32),
+        "bf16" | "f16" => Some(Products::Bits16 { could_be_int8 }),
+        _ => None,
+    }
 }
 
 fn fault_reports(folder: &Path) -> Result<Vec<FaultReport>, RecordError> {

@@ -77,6 +77,31 @@ fn what_helps_a_waiting_step_depends_on_what_it_reads() {
     }
 }
 
+/// A run that arithmetic bounds is told of shorter numbers only where it does not have them, and
+/// could.
+#[test]
+fn shorter_numbers_are_advised_where_a_run_could_have_them() {
+    let recording = record(Plant::Clean, 0, 5);
+    for (config, told) in [
+        ("precision.compute = 'f32'", Some("precision.compute=\"bf16\"")),
+        ("precision.compute = 'bf16'", Some("precision.int8=\"switchback\"")),
+        ("precision.compute = 'bf16'\nparallel.tensor_parallel_degree = 2", None),
+        ("precision.compute = 'bf16'\nexperts.count = 4", None),
+        ("precision.compute = 'bf16'\nquantization.aware = 4", None),
+        ("precision.compute = 'bf16'\ncompute.device = 'cuda'", None),
+        ("precision.compute = 'bf16'\nprecision.int8 = 'switchback'", None),
+        ("", None),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), &recording.run, config);
+        let run = Run::open(folder.path()).unwrap();
+        let diagnosis = diagnose(&Findings::of(&run));
+        let verdict = diagnosis.verdict(Cause::ComputeBound).expect("nothing else takes its time");
+        let settings: Vec<&str> = verdict.advice.iter().filter_map(|advice| advice.setting.as_deref()).collect();
+        assert_eq!(settings, told.into_iter().collect::<Vec<_>>(), "{config}");
+    }
+}
+
 #[test]
 fn perfetto_drops_no_event_of_a_trace() {
     // Its trace processor drops arrows whose id is no number, times below zero, and slices that

@@ -26,13 +26,9 @@ impl Runnable {
 /// that does not divide the model, for example its heads, is refused by the model instead.
 pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
     let context = if on_gpus { mesh.cp } else { 1 };
-    // Experts are divided among replicas on processors, whose products are whole.
-    let experts = if !on_gpus && mesh.experts_of_replicas() && mesh.tp == 1 { 1 } else { mesh.ep };
-    let lacking = match (on_gpus, mesh.experts_of_replicas()) {
-        (true, _) => "expert parallelism on GPUs",
-        (false, true) => "expert parallelism beside tensor parallelism",
-        (false, false) => "expert parallelism inside a shard group",
-    };
+    // Experts are divided among replicas, on processors.
+    let experts = if !on_gpus && mesh.experts_of_replicas() { 1 } else { mesh.ep };
+    let lacking = if on_gpus { "expert parallelism on GPUs" } else { "expert parallelism inside a shard group" };
     let degrees = [(context, "context parallelism on GPUs"), (experts, lacking)];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
     let lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();

@@ -714,9 +714,8 @@ fn validate_splits(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> Resu
     if mesh.cp > 1 && !model.units.iter().filter_map(|unit| unit.split.as_ref()).all(on_rows) {
         return Err(StrategyError::SplitWith("context"));
     }
-    // Rows of experts are exchanged inside the passes of split units, between replicas with whole
-    // products.
-    if mesh.ep > 1 && !(mesh.experts_of_replicas() && mesh.tp == 1) {
+    // Rows of experts are exchanged inside the passes of split units, between replicas.
+    if mesh.ep > 1 && !mesh.experts_of_replicas() {
         return Err(StrategyError::SplitWith("expert"));
     }
     for (unit, split) in model.units.iter().filter_map(|unit| Some((unit, unit.split.as_ref()?))) {

@@ -62,7 +62,8 @@ fn explain_traces(paths: &[PathBuf], as_json: bool) -> Result<ExitCode> {
     for (place, path) in paths.iter().enumerate() {
         // One trace at a time is in memory.
         let trace = kineto::read_file(path).with_context(|| {
-            let missing = ", neither the folder of a run (runs/NAME) nor a trace file";
+            let missing = ", neither the folder of a run nor a trace file: give runs/NAME of a run (`trainyard runs` \
+                           names them), or a trace of PyTorch's profiler";
             let what = if path.exists() { "" } else { missing };
             format!("cannot explain {}{what}", path.display())
         })?;

@@ -208,7 +208,13 @@ fn read(file: &Path) -> Result<String, String> {
     }
     std::fs::read_to_string(file).map_err(|error| {
         let place = place_of(file, &error);
-        format!("cannot read {}{place}: {error}", file.display())
+        let begin = match error.kind() {
+            std::io::ErrorKind::NotFound => {
+                "; `trainyard config print` prints a configuration to begin with, and `trainyard train --data FILES` needs none"
+            }
+            _ => "",
+        };
+        format!("cannot read {}{place}: {error}{begin}", file.display())
     })
 }
 

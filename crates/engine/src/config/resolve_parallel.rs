@@ -158,7 +158,6 @@ impl Resolver {
         let Parallel { replicate, shard, pipeline, context, tensor, elastic, .. } = *parallel;
         let whole_matrices = config.optimizer.name.looks_at_matrices();
         let lacks = [
-            (tensor > 1, "parallel.tensor_parallel_degree = 1"),
             (elastic, "training.elastic_bits = false"),
             (config.update.rule != UpdateRule::Synchronous, "update.rule = \"synchronous\""),
             (config.compression.gradients != CompressionCodec::None, "compression.gradients = \"none\""),
@@ -173,7 +172,7 @@ impl Resolver {
             self.problem(key, message);
         } else if !replicate.is_multiple_of(degree) {
             let (of_shards, how) = match shard {
-                1 => (String::new(), format!("make parallel.ranks a multiple of {}", degree * pipeline * context)),
+                1 => (String::new(), format!("make parallel.ranks a multiple of {}", degree * pipeline * context * tensor)),
                 _ => (
                     format!(" of {shard} shards each"),
                     format!("make parallel.data_parallel_replicate_degree a multiple of {degree}"),

@@ -135,7 +135,7 @@ section! {
         #[elsewhere("context_parallel_load_balancer")]
         context_parallel_load_balance: Option<bool> = None;
         /// Number of replicas that share the experts of every layer, each with equally many. Runs
-        /// on processors, and without tensor parallelism.
+        /// on processors.
         #[elsewhere("expert_model_parallel_size", "ep_size", "moe_ep_size")]
         expert_parallel_degree: usize = 1;
     }

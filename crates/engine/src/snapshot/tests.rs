@@ -57,7 +57,7 @@ fn split(shape: &[usize], dim: usize, ranks: usize, draw: &mut Draw) -> Parts {
     }
     for (part, pieces) in parts.iter_mut().zip(pieces) {
         part.shape[dim] = pieces.iter().map(|piece| piece.local.len()).sum();
-        part.split = Some(Split { whole: shape.to_vec(), dim, pieces, shared: Vec::new() });
+        part.split = Some(Split { whole: shape.to_vec(), dim, outer: 0, pieces, shared: Vec::new() });
     }
     parts
 }
@@ -301,7 +301,7 @@ fn the_manifest_has_the_lowest_version_that_suffices() {
     let part = |dim: usize, pieces: Vec<Piece>| {
         let mut spec = whole(&[4, 6], 1).remove(0);
         spec.shape[dim] = pieces.iter().map(|piece| piece.local.len()).sum();
-        spec.split = Some(Split { whole: vec![4, 6], dim, pieces, shared: Vec::new() });
+        spec.split = Some(Split { whole: vec![4, 6], dim, outer: 0, pieces, shared: Vec::new() });
         spec
     };
     let manifest = |parts: [(ParameterSpec, Range<usize>); 2]| {

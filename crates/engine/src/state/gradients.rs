@@ -122,9 +122,7 @@ impl GradientState {
             let state = Mutex::new(State { resident, ..State::default() });
             let begin = offset;
             offset += aligned(4 * range.len() as u64);
-            // Ranks divide products or experts, never both.
-            let part = model.tensor_split().rank.max(model.expert_split().rank);
-            let counted = counted(specs, &layout, part);
+            let counted = counted(specs, &layout, [model.tensor_split().rank, model.expert_split().rank]);
             let shared = shared(specs, &layout);
             Ok(UnitGradients { layout, shapes, range, read, counted, shared, offset: begin, on_host, state })
         };
@@ -489,10 +487,10 @@ impl GradientState {
     }
 }
 
-/// The elements of a unit's flat buffer that count in the norm on rank `rank` of the
-/// tensor-parallel or expert-parallel group; None if all do.
-fn counted(specs: &[ParameterSpec], layout: &UnitLayout, rank: usize) -> Option<Vec<Range<usize>>> {
-    let is_whole = |spec: &ParameterSpec| match spec.counted_runs(rank).as_slice() {
+/// The elements of a unit's flat buffer that count in the norm on the rank with these places in its
+/// tensor-parallel and in its expert-parallel group; None if all do.
+fn counted(specs: &[ParameterSpec], layout: &UnitLayout, [tensor, experts]: [usize; 2]) -> Option<Vec<Range<usize>>> {
+    let is_whole = |spec: &ParameterSpec| match spec.counted_runs(tensor, experts).as_slice() {
         [run] => *run == (0..spec.elements()),
         _ => false,
     };
@@ -502,7 +500,7 @@ fn counted(specs: &[ParameterSpec], layout: &UnitLayout, rank: usize) -> Option<
     }
     let of = |(index, spec): (usize, &ParameterSpec)| {
         let start = layout.range(index).start;
-        spec.counted_runs(rank).into_iter().map(move |run| start + run.start..start + run.end)
+        spec.counted_runs(tensor, experts).into_iter().map(move |run| start + run.start..start + run.end)
     };
     Some(trained().flat_map(of).collect())
 }

@@ -730,7 +730,7 @@ mod tests {
             let pieces = vec![piece(0..5, 20..25), piece(5..11, 3..9)];
             let mut part = whole.clone();
             part.shape[dim] = 11;
-            part.split = Some(Split { whole: vec![30, 40], dim, pieces, shared: Vec::new() });
+            part.split = Some(Split { whole: vec![30, 40], dim, outer: 0, pieces, shared: Vec::new() });
             let end = part.elements();
             let elements: Vec<usize> = part.whole_runs(0..end).iter().flat_map(|(r, at)| *at..at + r.len()).collect();
             let want: Vec<f32> = elements.iter().map(|element| all[*element]).collect();

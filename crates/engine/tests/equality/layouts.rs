@@ -228,7 +228,9 @@ pub fn of_experts() -> Vec<Layout> {
     type Row = (usize, [usize; 3], usize, (usize, bool), (usize, &'static str), &'static str);
     // Expert degree; replicas, shards, ZeRO stage; parts of sequences; parts of products, rows too;
     // stages, schedule; checkpointing.
-    let rows: [Row; 22] = [
+    let rows: [Row; 30] = [
+        (2, [2, 2, 3], 1, (2, true), (1, "1f1b"), "none"),
+        (2, [2, 1, 0], 1, (2, false), (2, "1f1b"), "full"),
         (2, [2, 2, 3], 2, (1, false), (1, "1f1b"), "none"),
         (4, [4, 2, 2], 1, (1, false), (1, "1f1b"), "full"),
         (2, [2, 2, 1], 1, (1, false), (2, "zero_bubble"), "full"),
@@ -251,6 +253,12 @@ pub fn of_experts() -> Vec<Layout> {
         (1, [2, 2, 1], 2, (1, false), (1, "1f1b"), "none"),
         (1, [4, 1, 0], 1, (1, false), (2, "gpipe"), "selective"),
         (1, [1, 2, 2], 1, (2, true), (2, "interleaved"), "none"),
+        (2, [2, 1, 0], 1, (4, true), (1, "1f1b"), "none"),
+        (4, [4, 1, 0], 1, (2, false), (1, "1f1b"), "selective"),
+        (2, [4, 1, 0], 1, (2, true), (1, "1f1b"), "full"),
+        (2, [2, 2, 1], 1, (2, false), (1, "1f1b"), "none"),
+        (2, [2, 1, 1], 2, (2, true), (1, "1f1b"), "none"),
+        (2, [2, 1, 0], 1, (2, true), (2, "zero_bubble"), "selective"),
     ];
     let layout =
         |(experts, [replicate, shard, zero_stage], context, (tensor, sequence), stages, checkpointing): Row| {

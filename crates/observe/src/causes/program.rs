@@ -4,6 +4,7 @@
 use super::{EXCHANGES, Findings, computes, exchanges, verdict};
 use crate::account::{accounts, mean};
 use crate::measured::{Measured, Site};
+use crate::run::Products;
 use crate::verdict::{Advice, Cause, Evidence, Place, Severity, Unit, Verdict};
 use trainyard_base::median;
 use trainyard_plan::TimeCategory;
@@ -241,13 +242,25 @@ pub fn bound(findings: &Findings<'_>) -> Option<Verdict> {
         false => (
             Cause::ComputeBound,
             "Arithmetic fills the step.",
-            vec![
-                Advice::set("compute in bf16", "precision.compute=\"bf16\""),
-                Advice::new("use more or faster cores or devices"),
-            ],
+            shorter_products(findings.run.products)
+                .into_iter()
+                .chain([Advice::new("use more or faster cores or devices")])
+                .collect(),
         ),
     };
     Some(Verdict { cause, severity: Severity::Info, summary: summary.to_owned(), evidence, saving: None, advice })
+}
+
+/// Products that take less time than those of the run.
+fn shorter_products(now: Option<Products>) -> Option<Advice> {
+    match now? {
+        Products::F32 => Some(Advice::set("compute in bf16", "precision.compute=\"bf16\"")),
+        Products::Bits16 { could_be_int8: true } => Some(Advice::set(
+            "multiply 8-bit integers in linear layers, on a processor with VNNI or AMX",
+            "precision.int8=\"switchback\"",
+        )),
+        Products::Bits16 { could_be_int8: false } | Products::Bits8 => None,
+    }
 }
 
 /// The kind of pass that is farthest from the peak, weighted by its time.

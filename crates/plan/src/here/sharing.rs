@@ -127,9 +127,9 @@ fn divided_state(pipeline: Option<&'static str>, [stages, context, tensor, data]
     all
 }
 
-/// The ways of dividing experts among the replicas of a division, whose products are whole.
+/// The ways of dividing experts among the replicas of a division.
 fn divided_experts(base: &Base, sharing: Sharing) -> impl Iterator<Item = Sharing> + use<> {
-    let replicas = if sharing.tensor == 1 { sharing.data / sharing.shard } else { 1 };
+    let replicas = sharing.data / sharing.shard;
     let experts = base.experts;
     let divides = move |ranks: &usize| replicas.is_multiple_of(*ranks) && experts.is_multiple_of(*ranks);
     (1..=replicas).filter(divides).map(move |expert_ranks| Sharing { expert_ranks, ..sharing })
