@@ -80,11 +80,13 @@ pub enum File {
     Optim,
     /// The plain elementwise operations with their derivatives, masks, strided copies.
     Plain,
+    /// Mixtures of experts: routes, rows on their way, products of ragged groups.
+    Experts,
 }
 
 impl File {
     /// All of them.
-    pub const ALL: [File; 11] = [
+    pub const ALL: [File; 12] = [
         File::Attention,
         File::AttentionMma,
         File::AttentionWarpgroup,
@@ -96,6 +98,7 @@ impl File {
         File::Index,
         File::Optim,
         File::Plain,
+        File::Experts,
     ];
 
     /// The file's name in `kernels/`.
@@ -112,6 +115,7 @@ impl File {
             File::Index => "index.cu",
             File::Optim => "optim.cu",
             File::Plain => "plain.cu",
+            File::Experts => "experts.cu",
         }
     }
 
@@ -138,6 +142,7 @@ impl File {
             File::Index => include_str!("../kernels/index.cu"),
             File::Optim => include_str!("../kernels/optim.cu"),
             File::Plain => include_str!("../kernels/plain.cu"),
+            File::Experts => include_str!("../kernels/experts.cu"),
         }
     }
 

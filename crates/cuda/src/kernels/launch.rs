@@ -56,6 +56,12 @@ pub enum Rule {
     Queries,
     /// `[rows, columns, 1]`: a block for each tile of 64 by 64.
     Squares,
+    /// `[rows, columns, groups]`: a block for each tile of 128 by 128, and one more of rows for each
+    /// group, because groups end inside tiles.
+    Ragged(u32),
+    /// `[rows, columns, weights]`: a block for each tile of 128 by 128 of each weight. Both have so
+    /// many bytes of shared memory.
+    RaggedSquares(u32),
 }
 
 /// Blocks into which `rows` rows are cut where sums over rows are made block by block: the first
@@ -66,6 +72,8 @@ pub fn row_blocks(rows: usize) -> usize {
 
 /// Columns up to which the gradients of norms are made by a warp a row; as in `norm.cu`.
 const SHORT_ROW: usize = 1024;
+/// Rows and columns of a tile of ragged products; as in `experts.cu`.
+const SIDE: usize = 128;
 /// Columns of a band.
 const BAND: usize = 256;
 
@@ -96,6 +104,8 @@ impl Rule {
             }
             Rule::Squares => launch([a.div_ceil(64) * b.div_ceil(64), 1, 1], 256, 0),
             Rule::Queries => launch([a, b, 1], 128, 0),
+            Rule::Ragged(shared) => launch([a.div_ceil(SIDE) + c, b.div_ceil(SIDE), 1], 256, shared),
+            Rule::RaggedSquares(shared) => launch([a.div_ceil(SIDE), b.div_ceil(SIDE), c], 256, shared),
         })
     }
 }

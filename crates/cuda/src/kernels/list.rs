@@ -353,4 +353,50 @@ kernels! {
     /// target = source along the axes, or added to it; elements by their bits when not added, so
     /// f32 modules copy any 4 bytes, bf16 ones any 2. Sizes: the product of the axes' lengths.
     STRIDED = "strided", Plain, Rule::Elements, "const T* source, T* target, Axes axes, long long n, int add";
+
+    /// Each token's `top_k` best experts by score + bias, and their weights: logits
+    /// [tokens, count], bias [count]?, experts and weights [tokens, top_k]. `gate`: 0 softmax, 1
+    /// sigmoid. At most [`EXPERTS_MAX`] experts. Sizes: tokens.
+    ROUTE_CHOOSE = "route_choose", Experts, Rule::Warps,
+        "const float* logits, const T* bias, int* experts, float* weights, int tokens, int count, int top_k, int gate, int normalise, float scale";
+    /// counts [count]: the choices of each expert. Sizes: 1, count, 1.
+    EXPERT_COUNTS = "expert_counts", Experts, Rule::Indices, "const int* experts, int* counts, int choices";
+    /// The rows of choices sorted by expert: places [choices], tokens [choices], bounds
+    /// [count + 1]; -1 where there is none. Sizes: 1, count, 1.
+    EXPERT_PLACES = "expert_places", Experts, Rule::Indices,
+        "const int* experts, const int* counts, int* places, int* tokens, int* bounds, int choices, int count, int top_k, int capacity";
+    /// dlogits [tokens, count] from dweights [tokens, top_k]? and the factors of the balance
+    /// losses. Sizes: tokens.
+    ROUTE_BACKWARD = "route_backward", Experts, Rule::Warps,
+        "const float* logits, const int* experts, const int* counts, const float* dweights, float* dlogits, int tokens, int count, int top_k, int gate, int normalise, float scale, float auxiliary, float z";
+    /// terms [2, tokens]: of each token sum_e share_e counts_e, and (log sum_e e^logit)^2. Sizes:
+    /// tokens.
+    BALANCE_TERMS = "balance_terms", Experts, Rule::Warps,
+        "const float* logits, const int* counts, float* terms, int tokens, int count, int gate";
+    /// excess [count] = (counts - their mean) unit, or added to it.
+    EXPERT_EXCESS = "expert_excess", Experts, Rule::One,
+        "const int* counts, float* excess, int count, float unit, int add";
+    /// Row tokens[i] of x as row i of y [rows, dim], zeros for -1.
+    GATHER_ROWS = "gather_rows", Experts, Rule::Rows, "const T* x, const int* tokens, T* y, int rows, int dim";
+    /// y [tokens, dim] = residual? + sum_j weights?[j] rows[places[j]]: places and weights
+    /// [tokens, top_k].
+    COMBINE_ROWS = "combine_rows", Experts, Rule::Rows,
+        "const T* rows, const int* places, const float* weights, const T* residual, T* y, int tokens, int top_k, int dim";
+    /// drows[places[j]] = weights[j] dy and dweights[j] = dy . rows[places[j]].
+    COMBINE_ROWS_BACKWARD = "combine_rows_backward", Experts, Rule::Rows,
+        "const T* dy, const T* rows, const int* places, const float* weights, T* drows, float* dweights, int tokens, int top_k, int dim";
+    /// y [rows, n] = x [rows, k] w[e]^T by group: bounds [groups + 1], group g has weight
+    /// g % weights of w [weights n, k]; zeros behind the last bound. Sizes: rows, n, groups.
+    RAGGED_LINEAR = "ragged_linear", Experts, Rule::Ragged(40 << 10),
+        "const T* x, const T* w, const int* bounds, T* y, int rows, int n, int k, int groups, int weights";
+    /// dx [rows, k] = dy [rows, n] w[e], as `ragged_linear`. Sizes: rows, k, groups.
+    RAGGED_INPUT_GRADIENT = "ragged_input_gradient", Experts, Rule::Ragged(40 << 10),
+        "const T* dy, const T* w, const int* bounds, T* dx, int rows, int n, int k, int groups, int weights";
+    /// dw [weights n, k] (+)= dy^T x over the rows of each group: bounds [weights + 1]. Sizes: n, k,
+    /// weights.
+    RAGGED_WEIGHT_GRADIENT = "ragged_weight_gradient", Experts, Rule::RaggedSquares(40 << 10),
+        "const T* dy, const T* x, const int* bounds, float* dw, int n, int k, int weights, int add";
 }
+
+/// The most experts that `route_choose` takes: a lane remembers 64.
+pub const EXPERTS_MAX: usize = 64 * 32;

@@ -8,6 +8,7 @@
 mod attention;
 mod device;
 mod emulator;
+mod experts;
 mod fp8;
 mod norm;
 mod optim;
