@@ -131,6 +131,33 @@ fn every_precision_and_every_place_of_the_state_trains_on_a_gpu() {
 }
 
 #[test]
+fn a_mixture_trains_and_generates_on_gpus_like_on_the_processor() {
+    let folder = Folder::new();
+    let mixture = ["model.family=mixtral", "experts.count=4", "experts.auxiliary_loss=0.01", "parallel.ranks=2"];
+    let on_gpus = ["device=cuda", "training.cuda_graphs=auto", "parallel.zero_stage=3"];
+    train(&folder, 2, "cpu", &mixture).ok();
+    let ran = train(&folder, 2, "gpu", &[&mixture[..], &on_gpus].concat()).ok();
+    assert!(ran.stderr.contains("no CUDA graph of a step"), "{}", ran.stderr);
+    for key in ["loss", "grad_norm"] {
+        expect_near(&metrics(&folder, "gpu", key), &metrics(&folder, "cpu", key), 1e-4);
+    }
+    let balance = |name: &str| -> Vec<f64> {
+        let text = std::fs::read_to_string(folder.join(&format!("runs/{name}/metrics.jsonl"))).unwrap();
+        let of_line = |line: &str| serde_json::from_str::<Value>(line).unwrap()["experts"]["auxiliary_loss"].as_f64();
+        text.lines().filter_map(of_line).collect()
+    };
+    expect_near(&balance("gpu"), &balance("cpu"), 1e-4);
+    let say = |device: &str| {
+        let asked = ["--prompt", "rank", "--tokens", "8", "--temperature", "0", "--device", device];
+        run(&folder, 1, &[&["generate", "runs/gpu"], &asked[..]].concat(), &[]).ok().stdout
+    };
+    assert_eq!(say("cuda"), say("cpu"));
+    let divided = ["device=cuda", "parallel.expert_parallel_degree=2"];
+    let refused = train(&folder, 2, "divided", &[&mixture[..], &divided].concat());
+    assert!(refused.code == Some(1) && refused.stderr.contains("set compute.device = \"cpu\""), "{}", refused.stderr);
+}
+
+#[test]
 fn gpus_exchange_by_nccl_between_threads_and_between_processes() {
     let folder = Folder::new();
     train(&folder, 2, "cpu", &["parallel.ranks=2"]).ok();

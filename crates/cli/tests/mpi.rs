@@ -15,7 +15,7 @@ use std::fs;
 const STEPS: &str = "training.steps=6";
 
 /// Cases: a name (model, precision, layout of two or four ranks) and the settings.
-const CASES: [(&str, &[&str]); 11] = [
+const CASES: [(&str, &[&str]); 12] = [
     ("llama-bf16-ddp", &["parallel.ranks=2", "precision.compute='bf16'"]),
     ("llama-f32-zero-1", &["parallel.ranks=2", "parallel.zero_stage=1", "activation_checkpointing.mode='full'"]),
     (

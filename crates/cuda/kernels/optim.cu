@@ -74,6 +74,18 @@ KERNEL(lion)(float* p, const float* g, float* m, T* copy, long long n, float gra
     store_weights(s, p, copy, ps);
 }
 
+// The step of a bias that balances experts; a gradient of 0 moves nothing.
+KERNEL(sign_step)(float* p, const float* g, T* copy, long long n, float lr) {
+    States s = {all_aligned(p, g, copy), pack_start(), n};
+    if (s.i >= n) return;
+    float ps[PACK], gs[PACK];
+    load_pack(p, s.i, n, s.vectors, ps);
+    load_pack(g, s.i, n, s.vectors, gs);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) ps[k] -= gs[k] > 0.0f ? lr : gs[k] < 0.0f ? -lr : gs[k] * 0.0f;
+    store_weights(s, p, copy, ps);
+}
+
 KERNEL(muon_average)(const float* g, float* m, T* x, long long n, float gradient_scale, float momentum, int nesterov) {
     States s = {all_aligned(g, m, x), pack_start(), n};
     if (s.i >= n) return;

@@ -43,13 +43,13 @@ pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &R
     let tiers = Tiers::nowhere(program);
     let disk = tiers.disk_bytes();
     let links = Links::predicted(program, settings.way)?;
+    let graph = settings.graphs && rank::stretch(program, &model).is_ok();
     let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, links, settings)?;
     device.take_profile();
     device.set_recording(true);
     let host = rank.host().cloned();
     host.iter().for_each(|host| host.set_recording(true));
     // A graph keeps the batches that it was captured with, beside each step's own.
-    let graph = settings.graphs && rank::stretch(program).is_ok();
     let _kept = graph.then(|| rank::kept(&device, shape, program.micro_batches)).transpose()?;
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
     rank.execute(program, step, |device, model| Ok(shape.batch_of(device, model.context_split())?), |_, _| Ok(()))?;

@@ -214,7 +214,6 @@ impl Session {
             )));
         }
         let spec = model_spec(&resolved)?;
-        shape::check_device(&resolved, &spec)?;
         crate::shape::model_notes(&resolved, &spec).iter().for_each(|line| note(line));
         let Opened { tokenizer, dataset, validation, held_back, validation_names } = data.opened(&resolved, &spec)?;
         let dtype = compute_dtype(&resolved);
@@ -267,7 +266,7 @@ impl Session {
         if let Some(line) = int8(&resolved, &model) {
             note(&line);
         }
-        if let Some(line) = graphs(&resolved, &programs[0])? {
+        if let Some(line) = graphs(&resolved, &programs[0], &model)? {
             note(&line);
         }
         let copies = limit::copies(&resolved, &prediction, ranks_here(&world));
@@ -582,14 +581,14 @@ fn int8(resolved: &Resolved, model: &Model) -> Option<String> {
 ///
 /// # Errors
 /// If it is `on` and a step cannot be captured.
-fn graphs(resolved: &Resolved, program: &Program) -> Result<Option<String>> {
+fn graphs(resolved: &Resolved, program: &Program, model: &Model) -> Result<Option<String>> {
     let (asked, device) = (resolved.config.training.cuda_graphs, resolved.config.compute.device);
     if asked == CudaGraphs::Off {
         return Ok(None);
     }
     let found = match device {
         DeviceKind::Cpu => Err("it runs on the processor".to_owned()),
-        DeviceKind::Cuda(_) => rank::stretch(program),
+        DeviceKind::Cuda(_) => rank::stretch(program, model),
     };
     match found {
         Ok(stretch) => Ok(Some(format!(

@@ -2,7 +2,7 @@
 
 use crate::config::{
     Activation as ConfigActivation, AdapterMethod, BaseDtype, CheckpointMode, CompressionCodec, Compute, Config,
-    ContextExchange as ConfigExchange, CudaGraphs, DeviceKind, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe, Int8Recipe,
+    ContextExchange as ConfigExchange, CudaGraphs, ExpertsSection, FP8_AMAX_HISTORY, Fp8Recipe, Int8Recipe,
     ModelShape as ConfigShape, ModelSource, OffloadTier, OptimizerName, Parallel, PipelineSchedule as ConfigPipeline,
     ReduceDtype, ReduceSchedule as ConfigSchedule, Reshard as ConfigReshard, Resolved, RopeScaling as ConfigScaling,
     Section,
@@ -68,17 +68,6 @@ fn check_experts(resolved: &Resolved, experts: &ExpertsSpec) -> Result<()> {
             "compression.gradients = \"{codec}\" loses what moves the bias of experts: set experts.bias_update_rate to 0 and \
              experts.auxiliary_loss to 0.01, or compression.gradients to \"bf16\" or \"none\""
         )));
-    }
-    Ok(())
-}
-
-/// Checks that the device has the operations of a model.
-pub fn check_device(resolved: &Resolved, spec: &ModelSpec) -> Result<()> {
-    if spec.experts.is_some() && matches!(resolved.config.compute.device, DeviceKind::Cuda(_)) {
-        return Err(does_not_fit(
-            "compute.device = \"cuda\" has no kernels for mixtures of experts: set compute.device to \"cpu\", or train a \
-             family without experts",
-        ));
     }
     Ok(())
 }

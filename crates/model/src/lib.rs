@@ -50,7 +50,7 @@ pub use model::Model;
 pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, UnitLayout};
 pub use patch::Patch;
 pub use presets::{PRESET_NAMES, preset};
-pub use routing::{LayerRouting, RoutingRecord};
+pub use routing::{LayerRouting, RoutingLog, RoutingRecord};
 pub use spec::{Activation, EncoderSpec, ExpertsSpec, Gate, ImageSpec, ModelSpec, RopeScaling, RopeSpec};
 pub use split::{Chunks, ContextExchange, ContextSplit, ExpertSplit, TensorSplit};
 pub use teacher::Teacher;

@@ -3,8 +3,8 @@
 
 use crate::Result;
 use std::collections::BTreeMap;
-use trainyard_tensor::Tensor;
-use trainyard_tensor::ops::experts::{Router, Routes, balance_losses};
+use trainyard_tensor::ops::experts::{BalanceLosses, Router, Routes, balance_losses, balance_sums};
+use trainyard_tensor::{Computes, Tensor, TensorError};
 
 /// The record of a step's forwards, by layer.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -27,7 +27,27 @@ pub struct LayerRouting {
     pub z: f64,
 }
 
-impl RoutingRecord {
+/// A record that is being made. What a GPU counts is read when the record is complete, so that the
+/// host does not wait for it in every layer.
+#[derive(Debug, Default)]
+pub struct RoutingLog {
+    record: RoutingRecord,
+    unread: Vec<Unread>,
+}
+
+/// The routes of a micro-batch through one layer, on a GPU.
+#[derive(Debug)]
+struct Unread {
+    layer: usize,
+    router: Router,
+    tokens: usize,
+    counts: Tensor,
+    bounds: Tensor,
+    /// As [`balance_sums`] gives them; None where no balance loss is computed.
+    sums: Option<Tensor>,
+}
+
+impl RoutingLog {
     /// Adds the routes of a micro-batch. `losses`: whether balance losses are computed. A device
     /// without data records nothing.
     pub(crate) fn add(
@@ -38,23 +58,56 @@ impl RoutingRecord {
         routes: &Routes,
         losses: bool,
     ) -> Result<()> {
-        if logits.device().is_meta() {
-            return Ok(());
+        let (device, tokens) = (logits.device(), logits.rows());
+        if device.computes() == Computes::Cuda {
+            let sums = losses.then(|| balance_sums(router, logits, &routes.counts)).transpose()?;
+            let (counts, bounds) = (routes.counts.clone(), routes.bounds.clone());
+            self.unread.push(Unread { layer, router: *router, tokens, counts, bounds, sums });
+        } else if !device.is_meta() {
+            let counts = routes.counts.data::<i32>()?;
+            let found = losses.then(|| Ok::<_, TensorError>(balance_losses(router, logits.data()?, counts)));
+            let kept = routes.bounds.data::<i32>()?.last().copied().unwrap_or(0);
+            self.record.add(layer, router, tokens, counts, kept, found.transpose()?.unwrap_or_default());
         }
-        let counts = routes.counts.data::<i32>()?;
+        Ok(())
+    }
+
+    /// The record, once the device has done what was launched.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn read(self) -> Result<RoutingRecord> {
+        let RoutingLog { mut record, unread } = self;
+        for Unread { layer, router, tokens, counts, bounds, sums } in unread {
+            if counts.device().is_meta() {
+                continue;
+            }
+            let counts = counts.to_vec::<i32>()?;
+            let kept = bounds.to_vec::<i32>()?.last().copied().unwrap_or(0);
+            let losses = match sums.map(|sums| sums.to_vec::<f32>()).transpose()?.as_deref() {
+                Some(&[agreement, squares]) => {
+                    let n = tokens.max(1) as f32;
+                    BalanceLosses { auxiliary: router.experts as f32 * agreement / n / n, z: squares / n }
+                }
+                _ => BalanceLosses::default(),
+            };
+            record.add(layer, &router, tokens, &counts, kept, losses);
+        }
+        Ok(record)
+    }
+}
+
+impl RoutingRecord {
+    /// Adds a micro-batch of `tokens` tokens, of whose choices `kept` were not dropped.
+    fn add(&mut self, layer: usize, router: &Router, tokens: usize, counts: &[i32], kept: i32, losses: BalanceLosses) {
         let record = self.layers.entry(layer).or_default();
         record.counts.resize(counts.len(), 0.0);
         record.counts.iter_mut().zip(counts).for_each(|(sum, count)| *sum += f64::from(*count));
-        let kept = routes.bounds.data::<i32>()?.last().copied().unwrap_or(0);
-        let tokens = logits.rows() as f64;
-        record.dropped += (logits.rows() * router.top_k) as f64 - f64::from(kept);
+        let tokens = tokens as f64;
+        record.dropped += tokens * router.top_k as f64 - f64::from(kept);
         record.tokens += tokens;
-        if losses {
-            let losses = balance_losses(router, logits.data()?, counts);
-            record.auxiliary += tokens * f64::from(losses.auxiliary);
-            record.z += tokens * f64::from(losses.z);
-        }
-        Ok(())
+        record.auxiliary += tokens * f64::from(losses.auxiliary);
+        record.z += tokens * f64::from(losses.z);
     }
 
     /// True if no layer has a record.

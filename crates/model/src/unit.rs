@@ -8,7 +8,7 @@
 //! `examples/own_model.rs` of the engine, which trains one.
 
 use crate::cache::KvCache;
-use crate::routing::RoutingRecord;
+use crate::routing::RoutingLog;
 use crate::units::Hits;
 use crate::{Batch, ModelError, ParameterSpec, Result};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub struct Forward<'a> {
     /// continues them.
     pub cache: Option<&'a mut KvCache>,
     /// The record to which mixtures of experts add the ways of their tokens.
-    pub routing: Option<&'a mut RoutingRecord>,
+    pub routing: Option<&'a mut RoutingLog>,
     /// The count to which a head of classes adds its right answers.
     pub hits: Option<&'a mut Hits>,
     /// The way to the ranks that have the other experts; None where experts are whole.

@@ -4,11 +4,10 @@
 mod common;
 
 use common::golden::{check, check_in};
-use common::{KEY, MIXTURES, dense_goldens, load};
+use common::{MIXTURES, dense_goldens};
 use std::path::Path;
 use std::sync::Arc;
-use trainyard_autograd::{Policy, Tape};
-use trainyard_model::{BatchShape, Forward, Output};
+use trainyard_autograd::Policy;
 use trainyard_tensor::cuda::Cuda;
 use trainyard_tensor::cuda::tested::Tested;
 use trainyard_tensor::{DType, Device};
@@ -40,15 +39,13 @@ fn half_precision_on_cuda_stays_near_transformers() {
     }
 }
 
-/// Experts have no kernels there: an error, and nothing computed elsewhere in silence.
 #[test]
-fn mixtures_on_cuda_are_an_error() {
+fn mixtures_on_cuda_agree_with_transformers() {
     for name in MIXTURES {
-        let (_tested, device) = device();
-        let (model, store) = load(name, &device);
-        let batch = BatchShape::uniform(1, 4).batch(&device).unwrap();
-        let mut tape = Tape::new(&device, &store, Policy::Nothing, KEY);
-        let error = model.forward(&mut tape, &mut Forward::evaluation(&batch, Output::Logits)).unwrap_err();
-        assert!(error.to_string().contains("router_logits"), "{name}: {error}");
+        for (policy, eager) in [(Policy::Everything, true), (Policy::Selective, false)] {
+            let (tested, device) = device();
+            check(name, &device, policy, eager);
+            assert_eq!(tested.problems(), [""; 0], "{name}");
+        }
     }
 }

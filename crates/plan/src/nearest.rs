@@ -77,6 +77,9 @@ impl Request {
                 self.cluster.device.name
             ));
         }
+        if let Some(lacking) = self.model_lacks().filter(|_| self.fixed.runnable) {
+            return fail(format!("no plan can be run: this program has no {lacking} yet; without --runnable they are priced"));
+        }
         if !self.has_host_tier() && self.fixed.offload == Some(true) {
             return fail(
                 "offload to the host is for devices with memory of their own: leave it open; offload to disk runs on cores, and `trainyard plan CONFIG` \

@@ -109,15 +109,20 @@ impl Request {
 
     /// The answer to whether this program can run a candidate with the model on these devices.
     pub fn runnable(&self, candidate: &Candidate) -> Runnable {
-        let (model, answer) = (&self.model, candidate.runnable());
-        if self.cluster.device.family == Generation::Cpu {
-            return answer;
+        match self.model_lacks() {
+            Some(lacking) => candidate.runnable().lacking(lacking),
+            None => candidate.runnable(),
         }
-        match (model.encoder_layers > 0, model.patch_len > 0, model.experts.is_some()) {
-            (true, ..) => answer.lacking("models with an encoder on GPUs"),
-            (_, true, _) => answer.lacking("models of images on GPUs"),
-            (.., true) => answer.lacking("mixtures of experts on GPUs"),
-            _ => answer,
+    }
+
+    /// What this program lacks to run the model on these devices, whatever the candidate.
+    pub(crate) fn model_lacks(&self) -> Option<&'static str> {
+        let model = &self.model;
+        let on_gpus = self.cluster.device.family != Generation::Cpu;
+        match (model.encoder_layers > 0, model.patch_len > 0) {
+            (true, _) if on_gpus => Some("models with an encoder on GPUs"),
+            (_, true) if on_gpus => Some("models of images on GPUs"),
+            _ => None,
         }
     }
 

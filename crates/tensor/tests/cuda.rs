@@ -21,7 +21,7 @@ use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
 use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::ops::optim::{Adafactor, AdamW, Decay, Lion, Muon, MuonScale, OptimizerOperands, Sgd, StepSize};
 use trainyard_tensor::ops::plain::{self, Dims, Reduction};
-use trainyard_tensor::ops::{self, HeadLayout, Segments, TablePart};
+use trainyard_tensor::ops::{self, HeadLayout, Segments, TablePart, experts};
 use trainyard_tensor::{Computes, Cost, DType, Device, Purpose, Result, Tensor, TensorError};
 
 /// Operands of a case on one device.
@@ -166,6 +166,37 @@ fn operations_of_training_are_those_of_the_cpu() {
             let turn = |rotation| ops::rope(o.floats(1, &[5, 64]), LAYOUT, &table, &positions, rotation);
             Ok(vec![turn(Rotation::Forward)?, turn(Rotation::Backward)?])
         }),
+        ("mixtures of experts", |o| {
+            let gate = experts::Gate::Sigmoid;
+            let router = experts::Router { experts: 5, top_k: 2, gate, normalise: true, scale: 1.5 };
+            let (x, w, bias) = (o.floats(1, &[9, 16]), o.floats(2, &[5, 16]), o.floats(3, &[5]));
+            let logits = experts::router_logits(&x, &w)?;
+            // Some choices are dropped, so some rows are nobody's.
+            let routes = experts::route(&logits, Some(&bias), &router, Some(3))?;
+            let rows = experts::gather_rows(&x, &routes.tokens)?;
+            let (up, dy, mut dw) = (o.floats(4, &[5 * 24, 16]), o.floats(5, &[18, 24]), o.wide(6, &[5 * 24, 16])?);
+            let own = experts::Groups::of_one_source(&routes.bounds);
+            // Rows that came from two ranks, of the same five experts.
+            let bounds = o.integers(&[11], &[0, 2, 2, 5, 6, 9, 9, 11, 12, 15, 17]);
+            let mut results = Vec::new();
+            for groups in [own, experts::Groups { bounds, sources: 2 }] {
+                results.push(experts::ragged_linear(&rows, &up, &groups)?);
+                results.push(experts::ragged_input_gradient(&dy, &up, &groups)?);
+                experts::ragged_weight_gradient(&dy, &rows, &groups, (&mut dw, false))?;
+            }
+            let (places, weights) = (&routes.places, &routes.weights);
+            results.push(experts::combine_rows(&rows, places, Some(weights), Some(&x))?);
+            results.push(experts::combine_rows(&rows, places, None, None)?);
+            let (drows, dweights) = experts::combine_rows_backward(&x, &rows, places, weights)?;
+            let factors = experts::BalanceFactors { auxiliary: 0.3, z: 0.2 };
+            let (chosen, counts) = (&routes.experts, &routes.counts);
+            results.push(experts::route_backward(&logits, chosen, counts, Some(&dweights), &router, factors)?);
+            results.push(experts::route_backward(&logits, chosen, counts, None, &router, factors)?);
+            results.push(experts::balance_sums(&router, &logits, counts)?);
+            results.extend([drows, dweights, dw, logits, rows]);
+            results.extend([routes.weights, routes.experts, routes.places, routes.tokens, routes.bounds, routes.counts]);
+            Ok(results)
+        }),
         ("embedding", |o| {
             let (tokens, positions) = (o.integers(&[4], &[3, 0, 3, 5]), o.integers(&[4], &[0, 1, 0, 1]));
             let (table, places, mut gradient) = (o.floats(1, &[6, 10]), o.floats(2, &[2, 10]), o.wide(3, &[6, 10])?);
@@ -240,7 +271,7 @@ fn optimizer_steps_are_those_of_the_cpu() {
     check(&[("optimizers", |o| {
         let gradient = o.wide(1, &[37])?;
         let mut all = Vec::new();
-        for rule in 0..4 {
+        for rule in 0..5 {
             let (mut master, mut copy) = (o.wide(2, &[37])?, o.floats(3, &[37]));
             let (mut first, mut second) = (o.wide(4, &[37])?, o.wide(5, &[37])?);
             second = plain::unary(Unary::Square, &second)?;
@@ -257,6 +288,7 @@ fn optimizer_steps_are_those_of_the_cpu() {
                 }
                 1 => ops::optim::sgd(sgd, operands, Some(&mut first))?,
                 2 => ops::optim::sgd(Sgd { momentum: 0.0, decay: Decay::Decoupled, ..sgd }, operands, None)?,
+                3 => ops::optim::sign_step(lr, operands)?,
                 _ => ops::optim::lion(Lion { lr, beta1: 0.9, beta2: 0.99, weight_decay }, operands, &mut first)?,
             }
             all.extend([master, first, second]);

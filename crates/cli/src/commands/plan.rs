@@ -237,7 +237,7 @@ pub fn run(args: &Args) -> Result<()> {
     let compared = if stack.is_none() { stacks::compare(&request, &facts)? } else { Vec::new() };
     if args.json {
         let mut value = to_json(&request, &answer, &different);
-        value["stacks"] = stacks::to_json(&compared);
+        value["stacks"] = stacks::to_json(&request, &compared);
         return print(format_args!("{value:#}\n"));
     }
     let mut text = table::table(&request, &answer);
@@ -653,7 +653,7 @@ fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
 
 fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answer, PlanError>)]) -> Value {
     let differences = different.iter().map(|(what, then)| match then {
-        Ok(then) => json!({"change": what, "best": plan_json(&then.plans[0])}),
+        Ok(then) => json!({"change": what, "best": plan_json(request, &then.plans[0])}),
         Err(error) => json!({"change": what, "error": error.to_string()}),
     });
     json!({
@@ -673,7 +673,7 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
         "basis": answer.basis,
         "equal_plans": answer.basis.equal(&answer.plans),
         "plans": answer.plans.iter().map(|plan| {
-            let mut value = plan_json(plan);
+            let mut value = plan_json(request, plan);
             value["sets"] = settings(request, plan).ok().into();
             value
         }).collect::<Vec<_>>(),
@@ -682,8 +682,8 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
     })
 }
 
-/// A plan as JSON.
-pub fn plan_json(plan: &Plan) -> Value {
+/// A plan of a request as JSON.
+pub fn plan_json(request: &Request, plan: &Plan) -> Value {
     let candidate = &plan.candidate;
     let memory: serde_json::Map<String, Value> = plan
         .memory
@@ -707,7 +707,7 @@ pub fn plan_json(plan: &Plan) -> Value {
         "pipeline_schedule": candidate.pipeline,
         "pipeline_cuts": plan.cuts,
         "precision": candidate.format.name(),
-        "runnable": candidate.runnable().is_yes(),
+        "runnable": request.runnable(candidate).is_yes(),
         "step_s": plan.step_s,
         "step_s_interval": plan.step_interval,
         "memory_bytes_interval": plan.memory_interval,

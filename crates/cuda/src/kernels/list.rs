@@ -281,6 +281,8 @@ kernels! {
     /// [n]?.
     SGD = "sgd", Optim, Rule::Elements,
         "float* p, const float* g, float* m, T* copy, long long n, float gradient_scale, float lr, float momentum, int nesterov, float keep, float coupled";
+    /// p -= lr sign(g); copy [n]?.
+    SIGN_STEP = "sign_step", Optim, Rule::Elements, "float* p, const float* g, T* copy, long long n, float lr";
     /// One step; copy [n]?.
     LION = "lion", Optim, Rule::Elements,
         "float* p, const float* g, float* m, T* copy, long long n, float gradient_scale, float lr, float beta1, float beta2, float keep";

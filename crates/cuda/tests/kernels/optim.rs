@@ -97,6 +97,21 @@ dtypes! {
 }
 
 dtypes! {
+    fn steps_of_signs<T>() {
+        let (start, g) = ([0.5f32, -1.0, 2.0, 0.25], [3e-24f32, -1e-30, 0.0, f32::NAN]);
+        let (p, copy) = both_orders(|| {
+            let (p, g, copy) = (Buffer::new(&start), Buffer::new(&g), Buffer::<T>::empty(4));
+            let arguments = [p.at(), g.at(), copy.at(), Argument::I64(4), Argument::F32(0.125)];
+            launch(&kernels::SIGN_STEP, float::<T>(), [4, 1, 1], &arguments);
+            (p.get()[..3].to_vec(), copy.get().iter().map(|x| x.to_f32().to_bits()).collect::<Vec<_>>())
+        });
+        assert_eq!(p, [0.375, -0.875, 2.0]);
+        assert_eq!(copy[..3], [0.375f32, -0.875, 2.0].map(f32::to_bits));
+        assert!(f32::from_bits(copy[3]).is_nan());
+    }
+}
+
+dtypes! {
     fn lion_steps<T>() {
         let hyper = Lion { lr: 0.01, beta1: 0.9, beta2: 0.99, weight_decay: 0.1 };
         for len in LENGTHS {

@@ -26,18 +26,22 @@ use crate::Result;
 use crate::state::{AfterBackward, lock};
 use std::ops::Range;
 use std::sync::Mutex;
-use trainyard_model::{Batch, BatchShape};
+use trainyard_model::{Batch, BatchShape, Model};
 use trainyard_program::{Action, Instruction, Lane, Program};
 use trainyard_tensor::cuda::graph::{Graph, Varying};
 use trainyard_tensor::ops::Segments;
 use trainyard_tensor::pool::{Arena, Held};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
-/// The range of instructions of `program` to capture: all forwards and backwards of a step.
+/// The range of instructions of a `model`'s `program` to capture: all forwards and backwards of a
+/// step.
 ///
 /// # Errors
 /// The reason why they cannot be captured, in words: for example, other lanes work between them.
-pub fn stretch(program: &Program) -> Result<Range<usize>, String> {
+pub fn stretch(program: &Program, model: &Model) -> Result<Range<usize>, String> {
+    if model.spec().is_some_and(|spec| spec.experts.is_some()) {
+        return Err("each forward notes for the host how its tokens chose experts".to_owned());
+    }
     let ranks = program.mesh.ranks();
     if ranks > 1 {
         return Err(format!("{ranks} ranks exchange between its forwards and backwards"));

@@ -591,7 +591,7 @@ impl Rank {
             })
         };
         let graphs = rank.graphs.as_ref().filter(|_| rank.device.as_cuda().is_some());
-        let stretch = graphs.and_then(|graphs| Some((graphs, stretch(program).ok()?)));
+        let stretch = graphs.and_then(|graphs| Some((graphs, stretch(program, &rank.model).ok()?)));
         let compute = |number: usize, instruction: &Instruction| match &stretch {
             Some((graphs, stretch)) if stretch.contains(&number) => {
                 // The first instruction of the stretch runs all of it.

@@ -10,7 +10,7 @@ use crate::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 use trainyard_autograd::{Deferred, Place, Policy, Recording, Tape, Var};
-use trainyard_model::{Forward, RoutingRecord};
+use trainyard_model::{Forward, RoutingLog};
 use trainyard_program::{BackwardPart, Change, Keep, Phase, Program, SegmentShape, SplitShape, ValueShape};
 use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::{Purpose, Tensor};
@@ -64,7 +64,7 @@ pub(super) struct Passes {
     /// Per segment, the number of its activations that are offloaded.
     away: BTreeMap<Run, Vec<(u32, usize)>>,
     /// The ways of tokens through mixtures of experts, each forward counted once.
-    pub routing: RoutingRecord,
+    pub routing: RoutingLog,
 }
 
 /// The inside of a unit that runs as a whole: one segment. The first unit has no input.

@@ -17,7 +17,7 @@ use crate::state::lock;
 use std::collections::BTreeSet;
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
-use trainyard_model::{Batch, RoutingRecord};
+use trainyard_model::{Batch, RoutingLog, RoutingRecord};
 use trainyard_program::{Action, Extent, Instruction, Lane, Program, State};
 use trainyard_tensor::{DType, Device, Tensor};
 
@@ -427,7 +427,7 @@ impl Rank {
         let squares = over_stages(chunks, &links.pipeline)?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
         let losses = links.summed.all_gather_numbers(&losses)?;
-        let routing = self.routing_over_ranks(&links, &std::mem::take(&mut carried.passes.routing))?;
+        let routing = self.routing_over_ranks(&links, std::mem::take(&mut carried.passes.routing))?;
         lock(&step.outcome).routing = routing;
         // Stages without the loss unit have zeros.
         let losses = sum_by_place(&links.pipeline.gather_lists(&losses)?);
@@ -474,12 +474,12 @@ impl Rank {
     }
 
     /// The ways of all ranks' tokens; None without experts.
-    fn routing_over_ranks(&self, links: &ComputeLinks, own: &RoutingRecord) -> Result<Option<RoutingRecord>> {
+    fn routing_over_ranks(&self, links: &ComputeLinks, own: RoutingLog) -> Result<Option<RoutingRecord>> {
         let spec = self.model.spec().filter(|_| !self.device.is_meta());
         let Some((experts, layers)) = spec.and_then(|spec| Some((spec.experts.as_ref()?.experts, spec.layers))) else {
             return Ok(None);
         };
-        let own = own.to_list(layers, experts);
+        let own = own.read()?.to_list(layers, experts);
         let sum = |lists: Vec<f64>| sum_by_place(&lists.chunks(own.len()).map(<[f64]>::to_vec).collect::<Vec<_>>());
         // Ranks of a tensor-parallel group have routed the same tokens. A stage has zeros for the
         // layers of the others.

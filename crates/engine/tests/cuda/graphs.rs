@@ -82,7 +82,7 @@ fn a_replayed_graph_trains_the_same_bits_with_fewer_launches() {
         // The time of each instruction is still known.
         assert_eq!(graphs.0[3].spans.len(), plain.0[3].spans.len());
         let trial = Trial::new(model, sets);
-        let stretch = stretch(&trial.program).unwrap();
+        let stretch = stretch(&trial.program, &trial.model()).unwrap();
         let spans = &graphs.0[3].spans[stretch];
         assert!(
             spans.iter().all(|span| span.end > span.start) && spans.is_sorted_by_key(|span| span.start),
@@ -228,13 +228,16 @@ fn a_step_that_cannot_be_captured_is_launched_as_always_and_says_so() {
 fn what_has_other_lanes_between_its_passes_is_no_graph() {
     for set in [ACTIVATIONS, PARAMETERS, OPTIMIZER] {
         let trial = Trial::new(LLAMA, &["device=cuda", GRAPHS, set]);
-        let error = stretch(&trial.program).unwrap_err();
+        let error = stretch(&trial.program, &trial.model()).unwrap_err();
         assert!(error.contains("lane host_io has `"), "{error}");
         let (fake, device) = fake(Options::default());
         let mut rank = trial.rank(&device);
         let outcomes: Vec<_> = (0..3).map(|step| trial.step(&mut rank, step)).collect();
         assert_eq!((launches(&outcomes), fake.problems().len()), (vec![Launches::OneByOne; 3], 0));
     }
+    let mixture = Trial::new(MIXTURE, &["device=cuda", GRAPHS]);
+    let error = stretch(&mixture.program, &mixture.model()).unwrap_err();
+    assert!(error.contains("experts"), "{error}");
     let trial = Trial::new(LLAMA, &[]);
     let dtype = trial.settings.compute;
     let strategy = shape::strategy(&resolved(LLAMA, &[]), trial.model().units().len()).unwrap();
@@ -245,7 +248,7 @@ fn what_has_other_lanes_between_its_passes_is_no_graph() {
     ] {
         let model = Model::split(trial.spec.clone(), TensorSplit { rank: 0, ranks, sequence: false }).unwrap();
         let shape = shape::model_shape(&model, &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
-        let error = stretch(&lower_rank(&shape, &mesh, &strategy, 0).unwrap()).unwrap_err();
+        let error = stretch(&lower_rank(&shape, &mesh, &strategy, 0).unwrap(), &trial.model()).unwrap_err();
         assert!(error.contains("2 ranks exchange between"), "{mesh:?}: {error}");
     }
 }

@@ -12,6 +12,7 @@
 
 mod attention;
 mod exchange;
+pub(crate) mod experts;
 pub(crate) mod fp8;
 pub mod graph;
 pub(crate) mod index;
@@ -45,7 +46,7 @@ pub(crate) use matrix_optim::{Factored, Lengths, MuonScratch, adafactor_matrix, 
 pub(crate) use norm::{
     layer_norm, layer_norm_backward, qk_norm, qk_norm_backward, rms_norm, rms_norm_backward, row_blocks,
 };
-pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_squares, lion, read_sums, sgd, sum_of_squares};
+pub(crate) use optim::{SQUARES_CHUNK, adamw, chunk_squares, lion, read_sums, sgd, sign_step, sum_of_squares};
 pub(crate) use pointwise::{
     accumulate, activate, activation_backward, add, cast, copy, dropout, embedding, embedding_backward, glu,
     glu_backward, one, swiglu, swiglu_backward,

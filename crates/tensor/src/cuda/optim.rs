@@ -73,6 +73,12 @@ pub(crate) fn sgd(
     gpu.launch(&k::SGD, dtype, [n, 1, 1], args)
 }
 
+pub(crate) fn sign_step(gpu: &Arc<Cuda>, rate: f32, operands: &OptimizerOperands<'_>) -> Result<()> {
+    let (dtype, copy) = copy_of(operands);
+    let n = operands.gradient.elements();
+    gpu.launch(&k::SIGN_STEP, dtype, [n, 1, 1], args![&*operands.master, operands.gradient, copy, n, rate])
+}
+
 pub(crate) fn lion(gpu: &Arc<Cuda>, hyper: Lion, operands: &OptimizerOperands<'_>, momentum: &Tensor) -> Result<()> {
     let (dtype, copy) = copy_of(operands);
     let n = operands.gradient.elements();

@@ -1,15 +1,15 @@
-//! Operations of a mixture of experts. A GPU has none of them yet: there they are
-//! [`TensorError::NotImplemented`](crate::TensorError).
+//! Operations of a mixture of experts.
 //!
 //! Shapes do not depend on routing: `m` tokens with `k` choices have `m k` rows, of which only
 //! those up to the last bound are anybody's. So a meta device counts what a real one takes.
 
 use super::linear::product_cost;
-use super::{GradientSlot, accumulate_mode, check_slot, same_dtype};
+use super::{GradientSlot, accumulate_mode, check_slot, given, product_scratch, same_dtype, scratch_on_cuda};
 use crate::cpu::experts::{self as kernels, Choices, Order};
 use crate::cpu::gemm::{self, Epilogue, MatMut, MatRef};
 use crate::error::Result;
-use crate::{Cost, DType, Purpose, Tensor, by_float, ensure_shape};
+use crate::cuda::experts as cuda;
+use crate::{Cost, DType, On, Purpose, Tensor, by_float, ensure_shape};
 use std::ops::Range;
 
 pub use crate::cpu::experts::{BalanceFactors, BalanceLosses, DROPPED, Gate, Router, balance_losses};
@@ -40,7 +40,12 @@ pub fn router_logits(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     ensure_shape!(w.shape().len() == 2 && w.last_dim() == k, OP, "input {} and weight {}", x.shape(), w.shape());
     let mut y = x.empty_like([m, n], DType::F32)?;
     let work = product_cost(m, n, k, &[x, w, &y]).on(x.dtype(), [m, n, k]);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+    let scratch = product_scratch(x.device())?;
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::router_logits(gpu, x, w, &y, given(&scratch)),
+        };
         let w = MatRef::new(w.get::<T>(), n, k);
         let y = MatMut::new(y.get_mut::<f32>(), m, n);
         gemm::forward(cpu, MatRef::new(x.get::<T>(), m, k), w.into(), Epilogue::<T>::default(), y);
@@ -59,25 +64,55 @@ pub fn route(logits: &Tensor, bias: Option<&Tensor>, router: &Router, capacity: 
     if let Some(bias) = bias {
         ensure_shape!(bias.elements() == count, OP, "a bias of {} for {count} experts", bias.shape());
     }
-    let mut weights = logits.empty_like([m, k], DType::F32)?;
     let ints = |shape: &[usize]| logits.empty_like(shape, DType::I32);
-    let (mut experts, mut places, mut tokens) = (ints(&[m, k])?, ints(&[m, k])?, ints(&[m * k])?);
-    let (mut bounds, mut counts) = (ints(&[count + 1])?, ints(&[count])?);
+    let mut routes = Routes {
+        weights: logits.empty_like([m, k], DType::F32)?,
+        experts: ints(&[m, k])?,
+        places: ints(&[m, k])?,
+        tokens: ints(&[m * k])?,
+        bounds: ints(&[count + 1])?,
+        counts: ints(&[count])?,
+    };
     let work = Cost::new((8 + k) * m * count, logits.bytes() + 16 * m * k).on(DType::F32, [m, count, k]);
-    logits.device().launch(OP, work, |cpu| {
+    logits.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::route(gpu, logits, bias, router, capacity, &routes),
+        };
         let bias = bias.map(values).transpose()?;
-        let choices = Choices { experts: experts.get_mut(), weights: weights.get_mut() };
+        let choices = Choices { experts: routes.experts.get_mut(), weights: routes.weights.get_mut() };
         kernels::choose(cpu, router, logits.get(), bias.as_deref(), choices);
         let order = Order {
-            places: places.get_mut(),
-            tokens: tokens.get_mut(),
-            bounds: bounds.get_mut(),
-            counts: counts.get_mut(),
+            places: routes.places.get_mut(),
+            tokens: routes.tokens.get_mut(),
+            bounds: routes.bounds.get_mut(),
+            counts: routes.counts.get_mut(),
         };
-        kernels::sort(experts.get(), k, capacity, order);
+        kernels::sort(routes.experts.get(), k, capacity, order);
         Ok(())
     })?;
-    Ok(Routes { weights, experts, places, tokens, bounds, counts })
+    Ok(routes)
+}
+
+/// Sums over tokens of what the balance losses are made of: f32 [2], with tokens t, experts e and
+/// the choices n_e of each expert `Σ_t Σ_e share_te n_e` and `Σ_t (log Σ_e e^l)²`.
+pub fn balance_sums(router: &Router, logits: &Tensor, counts: &Tensor) -> Result<Tensor> {
+    const OP: &str = "balance_sums";
+    let (tokens, count) = (logits.rows(), logits.last_dim());
+    ensure_shape!(counts.elements() == count, OP, "{counts:?} of {logits:?}");
+    let mut sums = logits.empty_like([2], DType::F32)?;
+    let work = Cost::new(12 * tokens * count, logits.bytes()).on(DType::F32, [tokens, count]);
+    let terms = scratch_on_cuda(logits.device(), 2 * tokens)?;
+    logits.device().launch_on(OP, work, |on| {
+        if let On::Cuda(gpu) = on {
+            return cuda::balance_sums(gpu, router, logits, counts, &sums, given(&terms));
+        }
+        let BalanceLosses { auxiliary, z } = balance_losses(router, logits.get(), counts.get());
+        let tokens = tokens as f32;
+        sums.get_mut::<f32>().copy_from_slice(&[auxiliary * tokens * tokens / count as f32, z * tokens]);
+        Ok(())
+    })?;
+    Ok(sums)
 }
 
 /// The values of a small tensor in f32.
@@ -102,7 +137,13 @@ pub fn route_backward(
     }
     let mut dlogits = logits.empty_like(*logits.shape(), DType::F32)?;
     let work = Cost::new(20 * m * count, 2 * logits.bytes() + 2 * experts.bytes()).on(DType::F32, [m, count]);
-    logits.device().launch(OP, work, |cpu| {
+    logits.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                return cuda::route_backward(gpu, logits, [experts, counts], dweights, router, factors, &dlogits);
+            }
+        };
         let dweights = dweights.map(|dweights| dweights.get::<f32>());
         let (logits, experts, counts) = (logits.get(), experts.get(), counts.get());
         kernels::choose_backward(cpu, router, logits, experts, counts, dweights, factors, dlogits.get_mut());
@@ -121,7 +162,10 @@ pub fn expert_excess(counts: &Tensor, excess: &mut Tensor, overwrite: bool) -> R
     let fits = excess.dtype() == DType::F32 && excess.elements() == counts.elements();
     ensure_shape!(fits, OP, "{excess:?} of counts {counts:?}");
     let work = Cost::new(2 * counts.elements(), 2 * excess.bytes() + counts.bytes());
-    counts.device().launch(OP, work, |_| {
+    counts.device().launch_on(OP, work, |on| {
+        if let On::Cuda(gpu) = on {
+            return cuda::expert_excess(gpu, counts, excess, EXCESS_UNIT, overwrite);
+        }
         let counts = counts.get::<i32>();
         let mean = counts.iter().map(|count| f64::from(*count)).sum::<f64>() / counts.len().max(1) as f64;
         for (excess, count) in excess.get_mut::<f32>().iter_mut().zip(counts) {
@@ -139,7 +183,11 @@ pub fn gather_rows(x: &Tensor, tokens: &Tensor) -> Result<Tensor> {
     ensure_shape!(tokens.dtype() == DType::I32, OP, "{tokens:?} of {x:?}");
     let mut y = x.empty_like([rows, dim], x.dtype())?;
     let work = Cost::new(0, 2 * y.bytes()).on(x.dtype(), [rows, dim]);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::gather_rows(gpu, x, tokens, &y),
+        };
         kernels::gather_rows(cpu, dim, x.get::<T>(), tokens.get(), y.get_mut::<T>());
         Ok(())
     })?);
@@ -171,7 +219,11 @@ pub fn combine_rows(
     let row_bytes = dim * rows.dtype().size();
     let moved = (k + 1 + usize::from(residual.is_some())) * m * row_bytes;
     let work = Cost::new(adds * m * k * dim, moved).on(rows.dtype(), [m, k, dim]);
-    by_float!(OP, rows.dtype(), T => rows.device().launch(OP, work, |cpu| {
+    by_float!(OP, rows.dtype(), T => rows.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::combine_rows(gpu, rows, places, weights, residual, &y),
+        };
         let (weights, residual) = (weights.map(|w| w.get::<f32>()), residual.map(|r| r.get::<T>()));
         kernels::combine(cpu, dim, rows.get::<T>(), places.get(), weights, residual, y.get_mut::<T>());
         Ok(())
@@ -194,7 +246,11 @@ pub fn combine_rows_backward(
     let mut drows = rows.empty_like(*rows.shape(), rows.dtype())?;
     let mut dweights = weights.empty_like(*weights.shape(), DType::F32)?;
     let work = Cost::new(3 * m * k * dim, dy.bytes() + 2 * drows.bytes()).on(rows.dtype(), [m, k, dim]);
-    by_float!(OP, rows.dtype(), T => rows.device().launch(OP, work, |cpu| {
+    by_float!(OP, rows.dtype(), T => rows.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::combine_rows_backward(gpu, dy, rows, places, weights, [&drows, &dweights]),
+        };
         let (places, drows) = (places.get::<i32>(), drows.get_mut::<T>());
         // Rows that are nobody's lie behind all others.
         let kept = places.iter().filter(|place| **place != DROPPED).count();
@@ -253,7 +309,11 @@ pub fn ragged_linear(x: &Tensor, w: &Tensor, groups: &Groups) -> Result<Tensor> 
     ensure_shape!(w.last_dim() == k, OP, "input {} and weight {}", x.shape(), w.shape());
     let mut y = x.empty_like([r, n], x.dtype())?;
     let work = product_cost(r, n, k, &[x, w, &y]).on(x.dtype(), [r, n, k, weights]);
-    by_float!(OP, x.dtype(), T => x.device().launch(OP, work, |cpu| {
+    by_float!(OP, x.dtype(), T => x.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::ragged_linear(gpu, x, w, groups, weights, &y),
+        };
         let (bounds, end) = bounds_of(bounds);
         let y = y.get_mut::<T>();
         y[end * n..].fill(T::default());
@@ -274,7 +334,11 @@ pub fn ragged_input_gradient(dy: &Tensor, w: &Tensor, groups: &Groups) -> Result
     ensure_shape!(w.rows() == weights * n, OP, "gradient {} and weight {}", dy.shape(), w.shape());
     let mut dx = dy.empty_like([r, k], dy.dtype())?;
     let work = product_cost(r, n, k, &[dy, w, &dx]).on(dy.dtype(), [r, n, k, weights]);
-    by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+    by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, work, |on| {
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::ragged_input_gradient(gpu, dy, w, groups, weights, &dx),
+        };
         let (bounds, end) = bounds_of(bounds);
         let dx = dx.get_mut::<T>();
         dx[end * k..].fill(T::default());
@@ -335,7 +399,13 @@ impl SourcesGradient<'_> {
         let bytes = (dy.bytes() + x.bytes()) / groups.sources + dw.bytes();
         let work = Cost::new(2 * rows * n * k, bytes).on(dy.dtype(), [rows, n, k, weights]);
         let work = work.variant(if overwrite { "" } else { "adding" });
-        by_float!(OP, dy.dtype(), T => dy.device().launch(OP, work, |cpu| {
+        by_float!(OP, dy.dtype(), T => dy.device().launch_on(OP, work, |on| {
+            let cpu = match on {
+                On::Cpu(cpu) => cpu,
+                On::Cuda(gpu) => {
+                    return cuda::ragged_weight_gradient(gpu, dy, x, groups, [source, weights], dw, overwrite);
+                }
+            };
             let (bounds, _) = bounds_of(&groups.bounds);
             let bounds = &bounds[source * weights..=(source + 1) * weights];
             let (dy, x) = (MatRef::new(dy.get::<T>(), r, n), MatRef::new(x.get::<T>(), r, k));

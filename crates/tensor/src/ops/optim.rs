@@ -136,12 +136,11 @@ pub fn lion(hyper: Lion, operands: OptimizerOperands<'_>, momentum: &mut Tensor)
 }
 
 /// `master -= rate sign(gradient)`: the step of a bias that balances experts (Wang et al. 2024). A
-/// gradient of 0 moves nothing. On the CPU only.
+/// gradient of 0 moves nothing.
 pub fn sign_step(rate: f32, operands: OptimizerOperands<'_>) -> Result<()> {
     const OP: &str = "sign_step";
     let cost = operands.check(OP, &[])?;
-    let not_there = || TensorError::NotImplemented { device: "cuda", op: OP };
-    with_copy!(OP, operands, cost, cuda: |_gpu| Err(not_there()), cpu: |_cpu, master, gradient, copy| {
+    with_copy!(OP, operands, cost, cuda: |gpu| cuda::sign_step(gpu, rate, &operands), cpu: |_cpu, master, gradient, copy| {
         for (master, gradient) in master.iter_mut().zip(gradient) {
             if *gradient != 0.0 {
                 *master -= rate * gradient.signum();

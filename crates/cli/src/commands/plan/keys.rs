@@ -24,8 +24,9 @@ const UNSET: [&str; 9] = [
 /// cannot run.
 pub fn settings(request: &Request, plan: &Plan) -> Result<Vec<String>> {
     let candidate = &plan.candidate;
-    if !candidate.runnable().is_yes() {
-        bail!("{}", candidate.runnable());
+    let runnable = request.runnable(candidate);
+    if !runnable.is_yes() {
+        bail!("{runnable}");
     }
     let mut sets = all(candidate, request.sequence_length, request.model.layers as usize, &plan.cuts);
     sets.retain(|set| !UNSET.contains(&set.as_str()));
