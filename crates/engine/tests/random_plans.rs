@@ -124,7 +124,6 @@ fn plan(draw: &mut Draw) -> Vec<String> {
     sometimes(10, draw, "training.elastic_bits", &["true"]);
     sometimes(10, draw, "fine_tuning.adapter", &["'lora'"]);
     sometimes(10, draw, "averaging.kind", &["'ema'", "'uniform'"]);
-    sometimes(12, draw, "consolidation.from", &["'/'"]);
     sometimes(12, draw, "optimizer.clip_norm", &["0"]);
     if draw.once_in(10) {
         sets.push(format!("update.rule={}", draw.of(&["'local'", "'diloco'"])));

@@ -12,8 +12,9 @@ section! {
         /// consolidate` must have been run on it. Unset: no penalty.
         #[elsewhere("fisher_path", "ewc_from")]
         from: Option<PathBuf> = None;
-        /// The factor of the penalty. 1 counts as if the whole loss were that of as many tokens of
-        /// the old text as of the new, near the weights of the earlier run. Unset: 1.
+        /// The factor of the penalty; more forgets less and learns less. With 1 it counts like as
+        /// many tokens of the old text as of the new, near the weights of the earlier run. Unset:
+        /// 1.
         #[elsewhere("ewc_lambda", "ewc_weight", "lambda_ewc", "fisher_multiplier")]
         weight: Option<f64> = None;
     }
