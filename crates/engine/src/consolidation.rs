@@ -62,7 +62,7 @@ pub struct EstimateSettings {
     pub division: EvaluationSettings,
 }
 
-/// What an estimate is of, and its size.
+/// The extent and the size of an estimate.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Estimate {
     /// The step of the run.

@@ -461,8 +461,8 @@ impl Rank {
         Ok(())
     }
 
-    /// The sum over all ranks of numbers of the elements that each updates, which it has by unit, in
-    /// an order that does not depend on the sharding.
+    /// The sum over all ranks of numbers of the elements that each updates, which it has by unit,
+    /// in an order that does not depend on the sharding.
     pub(super) fn sum_over_ranks(&self, chunks: Vec<Vec<f64>>, links: &ComputeLinks) -> Result<f64> {
         let chunks = match self.parameters.holding().placement.masters {
             Extent::Full => chunks,

@@ -1,5 +1,5 @@
-//! What a run hands on for elastic weight consolidation ([`crate::consolidation`]), in files like
-//! those of a checkpoint: the parts have the names and shapes of the part `model`.
+//! The tensors that a run hands on for elastic weight consolidation ([`crate::consolidation`]), in
+//! files like those of a checkpoint: the parts have the names and shapes of the part `model`.
 
 use super::{fill, name_of, trained_parameters};
 use crate::Result;

@@ -176,8 +176,8 @@ pub fn average(share: f32, weights: &Tensor, average: &mut Tensor) -> Result<()>
 }
 
 /// `gradient += weight fisher (weights - held)`, all f32: adds the gradient of the penalty of
-/// elastic weight consolidation (Kirkpatrick et al. 2017, equation 3). Returns the sum of `fisher (weights - held)^2` over each `chunk` elements; zeros on meta. On the
-/// CPU only.
+/// elastic weight consolidation (Kirkpatrick et al. 2017, equation 3). Returns the sum of
+/// `fisher (weights - held)^2` over each `chunk` elements; zeros on meta. On the CPU only.
 ///
 /// # Errors
 /// Other dtypes, other numbers of elements, and a GPU.
