@@ -14,8 +14,9 @@ mod output;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::{
-    advise, bench, calibrate, completions, config, dash, data, distill, doctor, eval, export, generate, launch, merge,
-    plan, program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace, train, tune, verify,
+    advise, bench, calibrate, completions, config, consolidate, dash, data, distill, doctor, eval, export, generate,
+    launch, merge, plan, program, prune, quantize, queue, report, runs, submit, supervise, tokenizer, top, trace,
+    train, tune, verify,
 };
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -38,6 +39,7 @@ enum Command {
     Eval(eval::Args),
     Generate(generate::Args),
     Export(export::Args),
+    Consolidate(consolidate::Args),
     Prune(prune::Args),
     Quantize(quantize::Args),
     Merge(merge::Args),
@@ -99,6 +101,7 @@ fn main() -> ExitCode {
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Generate(args) => generate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Export(args) => export::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Consolidate(args) => consolidate::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Prune(args) => prune::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Quantize(args) => quantize::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Merge(args) => merge::run(&args).map(|()| ExitCode::SUCCESS),

@@ -26,6 +26,7 @@ pub mod checkpoint;
 mod clock;
 pub mod collectives;
 pub mod config;
+pub mod consolidation;
 pub mod constraints;
 pub mod corpora;
 pub mod device;

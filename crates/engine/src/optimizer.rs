@@ -11,9 +11,11 @@
 //!
 //! Norms and biases have no weight decay.
 //!
-//! An average of the weights over steps ([`crate::averaging`]) lies behind the state of each chunk.
+//! An average of the weights over steps ([`crate::averaging`]) lies behind the state of each chunk,
+//! and behind that what is held of an earlier run ([`crate::consolidation`]).
 
 mod averages;
+mod consolidation;
 mod constrained;
 mod group;
 mod of_server;
@@ -27,6 +29,7 @@ use crate::rank::RankSettings;
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
 use crate::tier::{Lower, Store, Stored, Tiers, aligned};
 pub(crate) use averages::swap;
+pub(crate) use consolidation::Held;
 use group::Group;
 use on_host::Visit;
 use rule::Rule;
@@ -82,10 +85,12 @@ struct Chunk {
     /// Its elements.
     range: Range<usize>,
     pieces: Vec<Piece>,
-    /// Number of elements of its state, the average of its masters included.
+    /// Number of elements of its state, with the average of its masters and what is held.
     state_elements: usize,
     /// The first element of that average within the state; None if there is none.
     average: Option<usize>,
+    /// The first element within the state of what is held of an earlier run; None if nothing is.
+    held: Option<usize>,
     /// Offset of its masters in the store. Its state follows at the next sector.
     offset: u64,
     /// Its buffers in memory; None while it is in the store.
@@ -350,7 +355,7 @@ impl Optimizer {
     }
 
     /// Updates one chunk of a unit: masters, state and compute copy. Returns the zeros that pruning
-    /// keeps in it.
+    /// keeps in it, and the sums of the penalty of consolidation, if there is one.
     pub fn update(
         &self,
         unit: usize,
@@ -358,7 +363,7 @@ impl Optimizer {
         parameters: &ParameterState,
         gradients: &GradientState,
         rates: Rates,
-    ) -> Result<Sparsity> {
+    ) -> Result<(Sparsity, Option<Vec<f64>>)> {
         let settings = self.settings.as_ref().expect("only what trains is updated");
         let chunk = &self.units[unit][chunk as usize];
         let staged = lock(&chunk.here).clone().expect("a program fetches before it updates");
@@ -367,21 +372,23 @@ impl Optimizer {
         visit.as_ref().map_or(Ok(()), Visit::wait)?;
         parameters.set_updates(rates.update);
         let zeros = self.zeros(unit, chunk, &staged, parameters, rates.update)?;
+        let gradient = |within: Range<usize>| match (&visit, &staged.gradient) {
+            (Some(visit), _) => Ok(visit.part(within.start, within.len())?.0),
+            (None, Some(fetched)) => Ok(fetched.view(within.start, [within.len()])?),
+            (None, None) => gradients.range(unit, chunk.range.start + within.start..chunk.range.start + within.end),
+        };
+        let penalty =
+            self.consolidate((unit, chunk), &staged, parameters, gradients, gradient, rates.gradient_scale)?;
         for piece in &chunk.pieces {
             let within = piece.range.start - chunk.range.start;
             let mut master = match &staged.masters {
                 Some(masters) => masters.view(within, [piece.range.len()])?,
                 None => parameters.unit(unit).master_range(piece.range.clone())?,
             };
-            let (gradient, mut copy) = match (&visit, &staged.gradient) {
-                (Some(visit), _) => visit.part(within, piece.range.len())?,
-                (None, fetched) => {
-                    let gradient = match fetched {
-                        Some(fetched) => fetched.view(within, [piece.range.len()])?,
-                        None => gradients.range(unit, piece.range.clone())?,
-                    };
-                    (gradient, parameters.unit(unit).copy_range(piece.range.clone())?)
-                }
+            let gradient = gradient(within..within + piece.range.len())?;
+            let mut copy = match &visit {
+                Some(visit) => visit.part(within, piece.range.len())?.1,
+                None => parameters.unit(unit).copy_range(piece.range.clone())?,
             };
             let operands = OptimizerOperands {
                 master: &mut master,
@@ -395,7 +402,7 @@ impl Optimizer {
         if let Some(share) = rates.average {
             self.average(unit, chunk, &staged, parameters, share)?;
         }
-        Ok(sparsity)
+        Ok((sparsity, penalty))
     }
 
     /// Sets the offloaded masters of a unit. `set` is called for each chunk with the range of its
@@ -460,8 +467,8 @@ impl Optimizer {
     pub fn set_state(&self, mut set: impl FnMut(&StatePart, &mut Tensor) -> Result<()>) -> Result<()> {
         for (unit, chunks) in self.units.iter().enumerate() {
             for chunk in chunks {
-                let here = lock(&chunk.here).clone();
-                let staged = here.map_or_else(|| self.buffers(chunk.range.len(), chunk.state_elements), Ok)?;
+                // An average and what is held lie in the same memory, and stay.
+                let staged = self.bring(chunk)?;
                 for part in chunk.parts(unit) {
                     let state = staged.state.as_ref().expect("a part is a part of a state");
                     set(&part, &mut state.view(part.at.start, [part.at.len()])?)?;
@@ -608,7 +615,7 @@ fn chunks(
         let range = overlap(&(held.start + number * each..held.start + (number + 1) * each), &held);
         let (here, visit) = (Mutex::default(), Mutex::default());
         let pieces = Vec::new();
-        let mut chunk = Chunk { range, pieces, state_elements: 0, average: None, offset: 0, here, visit };
+        let mut chunk = Chunk { range, pieces, state_elements: 0, average: None, held: None, offset: 0, here, visit };
         for stretch in &stretches {
             let range = overlap(&stretch.range, &chunk.range);
             if range != stretch.range && !stretch.rule.is_elementwise() {
@@ -633,6 +640,9 @@ fn chunks(
         if settings.averaging.is_some() && !chunk.range.is_empty() {
             chunk.average = Some(chunk.state_elements);
             chunk.state_elements = (chunk.state_elements + chunk.range.len()).next_multiple_of(UnitLayout::ALIGN);
+        }
+        if settings.consolidation.is_some() && !chunk.range.is_empty() {
+            chunk.hold();
         }
         Ok(chunk)
     };

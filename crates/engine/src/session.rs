@@ -4,6 +4,7 @@
 use crate::checkpoint::{self, Checkpoint, CheckpointStore, Choice, Retention};
 use crate::collectives;
 use crate::config::{Config, CudaGraphs, DeviceKind, Inputs, ModelSource, Pretrained, Resolved};
+use crate::consolidation;
 use crate::corpora::Corpora;
 use crate::distill;
 use crate::early_stopping::EarlyStopping;
@@ -296,8 +297,9 @@ impl Session {
         }
         let links = Links::by(choice.way, &world, &programs[0], &device)?;
         let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
-        let rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
+        let mut rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
         distill::load(&rank, &resolved.config.distillation, note)?;
+        consolidation::load(&mut rank, &resolved.config.consolidation, note)?;
         if !rank.tiers_are_direct() {
             note(&warning(
                 "no direct I/O where offloaded state lies: it passes through the page cache, which is memory that no limit counts",

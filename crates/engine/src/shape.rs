@@ -645,7 +645,8 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
     }
 }
 
-/// Bytes per element of each kind of state; an average of the weights counts as the optimizer's.
+/// Bytes per element of each kind of state; an average of the weights, and what is held of an
+/// earlier run, count as the optimizer's.
 /// Optimizer state of Muon and Adafactor differs between
 /// parameters; the figure is that of most.
 fn state_bytes(resolved: &Resolved) -> StateBytes {
@@ -657,11 +658,12 @@ fn state_bytes(resolved: &Resolved) -> StateBytes {
         OptimizerName::Sgd | OptimizerName::Adafactor => 0,
     };
     let average = if resolved.optimizer.averaging.is_some() { 4 } else { 0 };
+    let held = if resolved.optimizer.consolidation.is_some() { 8 } else { 0 };
     StateBytes {
         parameter: compute.size() as u32,
         master: if resolved.constraints.separate_masters(compute) || resolved.server.is_some() { 4 } else { 0 },
         gradient: 4,
-        optimizer: optimizer + average,
+        optimizer: optimizer + average + held,
         reduce: reduce_dtype(resolved).size() as u32,
     }
 }

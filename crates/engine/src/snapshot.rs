@@ -21,9 +21,11 @@
 //! [`Writes`] says which. So a reader need not know the layout of the writers' buffers.
 
 mod averages;
+mod consolidation;
 mod low_rank;
 
 pub use averages::load_averages;
+pub(crate) use consolidation::load_consolidation;
 
 use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, PlacedRuns, Region, Runs, Snapshot, SnapshotPart};
 use crate::early_stopping::EarlyStopping;

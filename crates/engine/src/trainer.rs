@@ -548,6 +548,7 @@ impl<'s> Run<'s> {
             drift: outcome.drift,
             staleness: outcome.staleness.clone(),
             sparsity: outcome.sparsity.share(),
+            penalty: outcome.penalty,
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
         };

@@ -29,6 +29,7 @@ fn step(step: u64) -> StepMetrics {
         drift: None,
         staleness: None,
         sparsity: None,
+        penalty: None,
         experts: None,
         skipped: false,
     }

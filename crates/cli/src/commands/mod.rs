@@ -10,6 +10,7 @@ pub mod collectives;
 pub mod completions;
 pub mod compress;
 pub mod config;
+pub mod consolidate;
 pub mod dash;
 pub mod data;
 pub mod distill;

@@ -480,6 +480,11 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
             "the planner of clusters does not count the average of the weights: 4 more bytes a parameter, sharded like the optimizer's state",
         );
     }
+    if resolved.optimizer.consolidation.is_some() {
+        note(
+            "the planner of clusters does not count what consolidation.from holds: 8 more bytes a parameter, sharded like the optimizer's state",
+        );
+    }
     let codecs = [config.compression.gradients, config.compression.parameters, config.compression.outer];
     for (is_set, passed_over) in [
         (config.update.rule != UpdateRule::Synchronous, "update.rule: --network compares rules"),

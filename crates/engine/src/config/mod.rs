@@ -26,6 +26,7 @@ mod print;
 pub mod recipes;
 mod resolve;
 mod resolve_averaging;
+mod resolve_consolidation;
 mod resolve_data;
 mod resolve_distillation;
 mod resolve_fine_tuning;
@@ -42,6 +43,7 @@ mod section;
 mod sections;
 mod sections_averaging;
 mod sections_chat;
+mod sections_consolidation;
 mod sections_distillation;
 mod sections_experts;
 mod sections_fine_tuning;
@@ -73,6 +75,7 @@ pub use section::{Key, Section};
 pub use sections::*;
 pub use sections_averaging::*;
 pub use sections_chat::*;
+pub use sections_consolidation::*;
 pub use sections_distillation::*;
 pub use sections_experts::*;
 pub use sections_fine_tuning::*;
@@ -156,6 +159,8 @@ config! {
     schedule: ScheduleSection,
     /// An average of the weights over the steps.
     averaging: AveragingSection,
+    /// A penalty on changes of weights that an earlier run needs.
+    consolidation: ConsolidationSection,
     /// The number formats of the arithmetic.
     precision: PrecisionSection,
     /// Training that knows of the rounding of weights.

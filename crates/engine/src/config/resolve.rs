@@ -10,6 +10,7 @@ use super::sections::*;
 use super::value::ConfigValue;
 use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel, ServerRule};
 use crate::averaging::Averaging;
+use crate::consolidation::Consolidation;
 use crate::constraints::WeightConstraints;
 use crate::schedule::{Schedule, usual_warmup};
 use crate::spans::sentinels;
@@ -184,6 +185,8 @@ pub struct OptimizerSettings {
     pub relative_step: bool,
     /// The average of the weights that is kept beside the state; None if there is none.
     pub averaging: Option<Averaging>,
+    /// The penalty on changes of weights that an earlier run needs; None if there is none.
+    pub consolidation: Option<Consolidation>,
 }
 
 /// A complete configuration: see [`Config::resolve`].

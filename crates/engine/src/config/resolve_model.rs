@@ -577,6 +577,7 @@ impl Resolver {
             update_clip,
             relative_step,
             averaging: self.averaging(),
+            consolidation: self.consolidation(),
         }
     }
 }

@@ -96,6 +96,10 @@ pub struct StepMetrics {
     /// The share of weights that are zero, of those that rank 0 prunes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sparsity: Option<f64>,
+    /// The penalty of elastic weight consolidation on the weights before the update. The loss does
+    /// not include it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub penalty: Option<f64>,
     /// The balance of experts, in a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertMetrics>,
@@ -469,6 +473,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     scalars.extend(m.drift.map(|drift| ("drift".to_owned(), drift)));
     let staleness = m.staleness.as_deref().and_then(mean_staleness);
     scalars.extend(staleness.map(|mean| ("staleness/mean".to_owned(), mean)));
+    scalars.extend(m.penalty.map(|penalty| ("consolidation_penalty".to_owned(), penalty)));
     scalars.extend(m.sparsity.map(|share| ("sparsity".to_owned(), share)));
     let experts = m.experts.map(|experts| {
         [
@@ -530,6 +535,7 @@ pub(crate) mod tests {
             drift: None,
             staleness: None,
             sparsity: None,
+            penalty: None,
             experts: None,
             skipped: false,
         }

@@ -257,6 +257,7 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
     parts.extend(m.drift.map(|drift| format!("drift {drift:.3}")));
     let staleness = m.staleness.as_deref().filter(|pulls| pulls.len() > 1).and_then(mean_staleness);
     parts.extend(staleness.map(|mean| format!("stale {mean:.1}")));
+    parts.extend(m.penalty.map(|penalty| format!("penalty {penalty:.4}")));
     parts.extend(m.sparsity.map(|share| format!("zeros {:.1} %", 100.0 * share)));
     parts.extend(m.experts.map(|experts| format!("largest expert {:.2} x mean", experts.load_max)));
     parts.extend(m.loss_scale.map(|scale| format!("scale {scale}")));

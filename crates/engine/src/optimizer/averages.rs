@@ -108,7 +108,7 @@ impl Optimizer {
     }
 
     /// The buffers of a chunk, outside of steps: those in memory, or its contents in the store.
-    fn bring(&self, chunk: &Chunk) -> Result<Staged> {
+    pub(super) fn bring(&self, chunk: &Chunk) -> Result<Staged> {
         let here = lock(&chunk.here).clone();
         let Some(store) = self.store() else {
             return here.map_or_else(|| self.buffers(chunk.range.len(), chunk.state_elements), Ok);
@@ -119,7 +119,7 @@ impl Optimizer {
     }
 
     /// Writes what [`Optimizer::bring`] read from a store back to it.
-    fn take_back(&self, chunk: &Chunk, staged: &Staged) -> Result<()> {
+    pub(super) fn take_back(&self, chunk: &Chunk, staged: &Staged) -> Result<()> {
         let Some(store) = self.store() else { return Ok(()) };
         self.write_masters(store, chunk, staged)?;
         self.write_state(store, chunk, staged)

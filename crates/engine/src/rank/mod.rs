@@ -12,6 +12,7 @@
 
 mod apart;
 mod averages;
+mod consolidation;
 mod dead_units;
 mod events;
 mod exchanges;
@@ -396,9 +397,10 @@ impl Rank {
     }
 
     /// The range of a parameter's elements whose gradient this rank's update reads, and their f32
-    /// values: the sum over all ranks, times the loss scale and before clipping. They are those of
-    /// the last step, after [`Rank::execute`] or in its snapshot. Replicas hold the same range, and
-    /// the range is empty if other ranks of the shard group hold the parameter.
+    /// values: the sum over all ranks, times the loss scale and before clipping; with the gradient
+    /// of the penalty, where weights are consolidated. They are those of the last step, after
+    /// [`Rank::execute`] or in its snapshot. Replicas hold the same range, and the range is empty
+    /// if other ranks of the shard group hold the parameter.
     ///
     /// # Errors
     /// When gradients lie in a tier, or the rank does not hold the parameter's unit.
@@ -624,6 +626,7 @@ impl Rank {
         }
         let spans = ended?;
         let mut outcome = step.outcome();
+        outcome.penalty = rank.penalty(step)?;
         outcome.staleness = rank.worker.as_ref().and_then(Worker::take_staleness);
         outcome.began = (!rank.device.is_meta()).then_some(began);
         outcome.take_times(program, spans);

@@ -14,7 +14,7 @@ use crate::lanes::Span;
 use crate::links::{ComputeLinks, Link};
 use crate::optimizer::Rates;
 use crate::state::lock;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use trainyard_model::{Batch, RoutingLog, RoutingRecord};
@@ -55,6 +55,9 @@ pub struct StepOutcome {
     /// The zeros that this rank's updates keep; no weights if nothing is pruned, or the update was
     /// skipped.
     pub sparsity: Sparsity,
+    /// The penalty of elastic weight consolidation on the weights before the update, which the loss
+    /// does not include; None without it, or if the update was skipped.
+    pub penalty: Option<f64>,
     /// The ways of this step's tokens; None without experts.
     pub routing: Option<RoutingRecord>,
     /// The way its forwards and backwards were launched.
@@ -170,6 +173,8 @@ pub(super) struct RunningStep<'p> {
     exchanges: Exchanges,
     pub(super) sent: BTreeSet<Message>,
     pub(super) outcome: Mutex<StepOutcome>,
+    /// By unit and chunk, this rank's sums of the penalty of consolidation.
+    pub(super) penalties: Mutex<BTreeMap<(usize, u32), Vec<f64>>>,
 }
 
 /// The part of a step's state that only the compute lane uses.
@@ -214,6 +219,7 @@ impl<'p> RunningStep<'p> {
                 .filter_map(|instruction| message_of(instruction.action))
                 .collect(),
             outcome: Mutex::default(),
+            penalties: Mutex::default(),
         }
     }
 
@@ -406,25 +412,7 @@ impl Rank {
         let chunks = self.gradients.chunk_sums_of_squares()?;
         let summed = Instant::now();
         let links = lock(&self.compute_links);
-        let chunks = match self.parameters.holding().placement.masters {
-            Extent::Full => chunks,
-            // Ranks with other parts of products, or other experts, may count elements here that
-            // this one does not.
-            Extent::Shard if links.tensor.size().max(links.experts.size()) > 1 => {
-                by_rank(gather_by_unit(&chunks, &links.shard)?)
-            }
-            Extent::Shard => in_order(&chunks, &links.shard.all_gather_numbers(&chunks.concat())?),
-        };
-        let chunks = match links.tensor.size() {
-            1 => chunks,
-            _ => by_rank(gather_by_unit(&chunks, &links.tensor)?),
-        };
-        // Each replica has chunks of its own experts, and the first those of everything else too.
-        let chunks = match links.experts.size() {
-            1 => chunks,
-            _ => by_rank(gather_by_unit(&chunks, &links.experts)?),
-        };
-        let squares = over_stages(chunks, &links.pipeline)?;
+        let squares = self.sum_over_ranks(chunks, &links)?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
         let losses = links.summed.all_gather_numbers(&losses)?;
         let routing = self.routing_over_ranks(&links, std::mem::take(&mut carried.passes.routing))?;
@@ -473,6 +461,30 @@ impl Rank {
         Ok(())
     }
 
+    /// The sum over all ranks of numbers of the elements that each updates, which it has by unit,
+    /// in an order that does not depend on the sharding.
+    pub(super) fn sum_over_ranks(&self, chunks: Vec<Vec<f64>>, links: &ComputeLinks) -> Result<f64> {
+        let chunks = match self.parameters.holding().placement.masters {
+            Extent::Full => chunks,
+            // Ranks with other parts of products, or other experts, may count elements here that
+            // this one does not.
+            Extent::Shard if links.tensor.size().max(links.experts.size()) > 1 => {
+                by_rank(gather_by_unit(&chunks, &links.shard)?)
+            }
+            Extent::Shard => in_order(&chunks, &links.shard.all_gather_numbers(&chunks.concat())?),
+        };
+        let chunks = match links.tensor.size() {
+            1 => chunks,
+            _ => by_rank(gather_by_unit(&chunks, &links.tensor)?),
+        };
+        // Each replica has chunks of its own experts, and the first those of everything else too.
+        let chunks = match links.experts.size() {
+            1 => chunks,
+            _ => by_rank(gather_by_unit(&chunks, &links.experts)?),
+        };
+        over_stages(chunks, &links.pipeline)
+    }
+
     /// The ways of all ranks' tokens; None without experts.
     fn routing_over_ranks(&self, links: &ComputeLinks, own: RoutingLog) -> Result<Option<RoutingRecord>> {
         let spec = self.model.spec().filter(|_| !self.device.is_meta());
@@ -509,8 +521,10 @@ impl Rank {
         let skipped = lock(&step.outcome).skipped;
         match skipped {
             false => {
-                let sparsity = self.optimizer.update(unit, chunk, &self.parameters, &self.gradients, carried.rates)?;
+                let (sparsity, penalty) =
+                    self.optimizer.update(unit, chunk, &self.parameters, &self.gradients, carried.rates)?;
                 lock(&step.outcome).sparsity += sparsity;
+                lock(&step.penalties).extend(penalty.map(|sums| ((unit, chunk), sums)));
                 Ok(())
             }
             true if anew || self.optimizer.host().is_some() => {

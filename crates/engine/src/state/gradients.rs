@@ -464,6 +464,23 @@ impl GradientState {
         Ok(sum.view(if range.is_empty() { 0 } else { start }, [range.len()])?)
     }
 
+    /// The elements `range` of a unit, cut into those that count in the norm, with true, and the
+    /// others. Parts of neighbouring ranges that end at whole quanta are those of both together.
+    pub fn parts_of_norm(&self, unit: usize, range: &Range<usize>) -> Vec<(Range<usize>, bool)> {
+        let (mut all, mut end) = (Vec::new(), range.start);
+        for part in self.units[unit].counted_within(range) {
+            if end < part.start {
+                all.push((end..part.start, false));
+            }
+            end = part.end;
+            all.push((part, true));
+        }
+        if end < range.end {
+            all.push((end..range.end, false));
+        }
+        all
+    }
+
     /// Sums of squares of the gradients that this rank's update reads, by unit and chunk; none for
     /// units that it does not hold.
     pub fn chunk_sums_of_squares(&self) -> Result<Vec<Vec<f64>>> {
@@ -527,11 +544,16 @@ impl UnitGradients {
     /// The elements that this rank's update reads and that count in the norm. They are cut where
     /// chunks end, so that the bits of the norm do not depend on the number of shards.
     fn counted_here(&self) -> Vec<Range<usize>> {
-        let Some(counted) = &self.counted else { return std::iter::once(self.read.clone()).collect() };
+        self.counted_within(&self.read)
+    }
+
+    /// The elements within `range` that count in the norm, cut like all.
+    fn counted_within(&self, range: &Range<usize>) -> Vec<Range<usize>> {
+        let Some(counted) = &self.counted else { return std::iter::once(range.clone()).collect() };
         let quantum = UnitLayout::QUANTUM;
         let mut parts = Vec::new();
         for run in counted {
-            let mut rest = overlap(run, &self.read);
+            let mut rest = overlap(run, range);
             for cut in [rest.start.next_multiple_of(quantum), rest.end / quantum * quantum] {
                 if rest.start < cut && cut < rest.end {
                     parts.push(rest.start..cut);

@@ -12,9 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use table::{ROWS, Row, Shows};
 use trainyard_data::Tokenizer;
+use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::config::Config;
-use trainyard_engine::metrics::{EvaluationMetrics, Progress, StepMetrics};
+use trainyard_engine::consolidation::{EstimateSettings, estimate};
+use trainyard_engine::evaluate::EvaluationSettings;
+use trainyard_engine::metrics::{EvaluationMetrics, Progress, Quiet, StepMetrics};
 use trainyard_engine::session::{Session, files};
+use trainyard_engine::trained::{Runtime, open_trained};
 use trainyard_engine::trainer::{Control, train};
 use trainyard_engine::{EngineError, world};
 use trainyard_model::weights::{ExportOptions, export};
@@ -210,7 +214,34 @@ fn prepared() -> tempfile::TempDir {
         Ok(())
     })
     .unwrap();
+    consolidate(folder.path());
     folder
+}
+
+/// Trains a run outside the folder of runs, and consolidates it.
+fn consolidate(folder: &Path) {
+    let config = BASE.replace("{F}/runs", "{F}/old").replace("{F}", &folder.display().to_string());
+    let sets = ["data.validation_fraction=0.1".to_owned(), "training.seed=5".to_owned()];
+    let config = Config::parse("keys.toml".as_ref(), &config, &sets).unwrap();
+    world::on_threads(1, |world| {
+        let mut session = Session::create(&config, world, |_| ())?;
+        let (stop, process_start) = (AtomicBool::new(false), Instant::now());
+        let on_stuck = |what: &str| panic!("nothing here hangs for ever: {what}");
+        train(&mut session, &mut Quiet, Control { stop: &stop, process_start, on_stuck })?;
+        let runtime = Runtime::of_this_machine();
+        let trained = open_trained(&session.folder, Choice::Latest, &runtime, |_| ())?;
+        let division = EvaluationSettings {
+            sequence_length: 16,
+            rows: 1,
+            respect_document_boundaries: true,
+            tokens_max: None,
+            spans: None,
+        };
+        let settings = EstimateSettings { batches: 4, decay: 1.0, division };
+        estimate(&session.folder, &trained, &session.validation, settings, |_| ())?;
+        Ok(())
+    })
+    .unwrap();
 }
 
 /// Describes the failure of a row; None if its key has the expected effect.

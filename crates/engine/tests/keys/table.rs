@@ -113,6 +113,7 @@ const MUON: &[&str] = &["optimizer.name=muon"];
 const ADAFACTOR: &[&str] = &["optimizer.name=adafactor"];
 const SGD: &[&str] = &["optimizer.name=sgd"];
 const EMA: &[&str] = &["averaging.kind=ema", "evaluation.interval_steps=1", "data.validation_fraction=0.1"];
+const HELD: &[&str] = &["consolidation.from={F}/old/tiny"];
 const GRID: &[&str] = &["quantization.aware=4", "quantization.group=0"];
 const PRUNED: &[&str] = &["pruning.sparsity=0.5", "pruning.begin=0.25", "pruning.end=1", "pruning.interval_steps=1"];
 const WSD: &[&str] = &["schedule.kind=wsd", "schedule.decay_steps=3"];
@@ -340,6 +341,8 @@ pub const ROWS: &[Row] = &[
     row("averaging.start_step", EMA, &["averaging.start_step=2"], Evaluations),
     row("averaging.interval_steps", EMA, &["averaging.interval_steps=2"], Evaluations),
     row("averaging.evaluate", EMA, &["averaging.evaluate=false"], Evaluations),
+    row("consolidation.from", &[], HELD, Memory),
+    row("consolidation.weight", HELD, &["consolidation.weight=100"], Losses),
     row("schedule.kind", &[], &["schedule.kind=linear"], Losses),
     row("schedule.warmup_steps", &[], &["schedule.warmup_steps=2"], Losses),
     row("schedule.decay_steps", &[], &["schedule.decay_steps=2"], Losses),

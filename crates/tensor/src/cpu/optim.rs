@@ -411,6 +411,57 @@ simd_fn! {
     }
 }
 
+/// Adds the gradient of the penalty of elastic weight consolidation (Kirkpatrick et al. 2017,
+/// equation 3) to gradients: `g += weight F (p - a)`, where `F` is the Fisher information and `a`
+/// are the weights that are held. `sums[c]` becomes the sum of `F (p - a)^2`
+/// over the `c`-th `chunk` elements, which depends on them alone. 20 bytes a parameter.
+///
+/// # Panics
+/// When the lengths disagree.
+pub fn consolidate(
+    cpu: &Cpu,
+    chunk: usize,
+    weight: f32,
+    params: &[f32],
+    fisher: &[f32],
+    held: &[f32],
+    gradients: &mut [f32],
+    sums: &mut [f64],
+) {
+    let len = gradients.len();
+    assert!([params, fisher, held].iter().all(|x| x.len() == len), "as many weights as gradients");
+    assert_eq!(sums.len(), len.div_ceil(chunk), "one sum a chunk");
+    let (gradients, sums) = (Shares::new(gradients), Shares::new(sums));
+    for_rows(cpu, len.div_ceil(chunk), 20 * chunk, |range| {
+        for index in range {
+            let at = index * chunk..((index + 1) * chunk).min(len);
+            // SAFETY: the ranges of a region do not overlap.
+            let (g, sum) = unsafe { (gradients.part(at.clone()), sums.part(index..index + 1)) };
+            let (p, f, a) = (&params[at.clone()], &fisher[at.clone()], &held[at]);
+            sum[0] = f64::from(consolidate_block(cpu.isa, weight, p, f, a, g));
+        }
+    });
+}
+
+simd_fn! {
+    fn consolidate_block(
+        s: S, weight: f32, params: &[f32], fisher: &[f32], held: &[f32], gradients: &mut [f32],
+    ) -> f32 {
+        let weight = s.splat(weight);
+        let mut sum = s.splat(0.0);
+        let mut i = 0;
+        while i < gradients.len() {
+            let moved = s.sub(load_at(s, params, i, 0.0), load_at(s, held, i, 0.0));
+            let force = s.mul(load_at(s, fisher, i, 0.0), moved);
+            let g = s.fma(force, weight, load_at(s, gradients, i, 0.0));
+            sum = s.fma(force, moved, sum);
+            store_at(s, g, gradients, i);
+            i += S::LANES;
+        }
+        s.reduce_sum(sum)
+    }
+}
+
 /// `f32` numbers of workspace for [`adafactor_matrix`].
 pub fn adafactor_workspace(rows: usize, columns: usize) -> usize {
     (blocks(rows) + 2) * columns

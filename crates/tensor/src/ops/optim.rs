@@ -174,6 +174,38 @@ pub fn average(share: f32, weights: &Tensor, average: &mut Tensor) -> Result<()>
     })
 }
 
+/// `gradient += weight fisher (weights - held)`, all f32: adds the gradient of the penalty of
+/// elastic weight consolidation (Kirkpatrick et al. 2017, equation 3). Returns the sum of
+/// `fisher (weights - held)^2` over each `chunk` elements; zeros on meta. On the CPU only.
+///
+/// # Errors
+/// Other dtypes, other numbers of elements, and a GPU.
+pub fn consolidate(
+    weight: f32,
+    chunk: usize,
+    weights: &Tensor,
+    fisher: &Tensor,
+    held: &Tensor,
+    gradient: &mut Tensor,
+) -> Result<Vec<f64>> {
+    const OP: &str = "consolidate";
+    let elements = weights.elements();
+    for tensor in [weights, fisher, held, &*gradient] {
+        if tensor.dtype() != DType::F32 {
+            return Err(TensorError::DType { op: OP, expected: "f32", got: tensor.dtype() });
+        }
+        ensure_shape!(tensor.elements() == elements, OP, "{tensor:?} for {weights:?}");
+    }
+    let mut sums = vec![0.0; elements.div_ceil(chunk)];
+    let cost = Cost::new(5 * elements, 5 * weights.bytes()).on(DType::F32, [elements]);
+    weights.device().launch(OP, cost, |cpu| {
+        let (params, fisher, held) = (weights.get::<f32>(), fisher.get::<f32>(), held.get::<f32>());
+        kernels::consolidate(cpu, chunk, weight, params, fisher, held, gradient.get_mut::<f32>(), &mut sums);
+        Ok(())
+    })?;
+    Ok(sums)
+}
+
 /// One Adafactor step of a matrix [rows, columns], with its factored second moment: `row_moment`
 /// [rows], `column_moment` [columns].
 pub fn adafactor_matrix(

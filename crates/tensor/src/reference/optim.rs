@@ -64,6 +64,14 @@ pub fn average(share: f32, w: &[f64], a: &mut [f64]) {
     }
 }
 
+/// Adds the gradient of `weight / 2 sum f (w - a)^2` to the gradient `g`. Returns the sum.
+pub fn consolidate(weight: f32, w: &[f64], f: &[f64], a: &[f64], g: &mut [f64]) -> f64 {
+    for i in 0..g.len() {
+        g[i] += f64::from(weight) * f[i] * (w[i] - a[i]);
+    }
+    (0..g.len()).map(|i| f[i] * (w[i] - a[i]).powi(2)).sum()
+}
+
 fn mean_square(x: &[f64]) -> f64 {
     x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64
 }

@@ -189,6 +189,35 @@ fn average_steps() {
     }
 }
 
+#[test]
+fn consolidation_adds_the_gradient_of_its_penalty() {
+    for len in LENGTHS {
+        for chunk in [64, 4096] {
+            let (p, held, g) = (values::<f32>(1, len), values::<f32>(2, len), gradient(3, len));
+            let fisher: Vec<f32> = gradient(4, len).iter().map(|x| x * x).collect();
+            let weight = 0.3;
+            on_every_cpu(
+                |cpu| {
+                    let (mut g, mut sums) = (g.clone(), vec![f64::NAN; len.div_ceil(chunk)]);
+                    consolidate(cpu, chunk, weight, &p, &fisher, &held, &mut g, &mut sums);
+                    (g, sums)
+                },
+                |isa, (got, sums)| {
+                    let mut want = wide(&g);
+                    let (p, f, a) = (wide(&p), wide(&fisher), wide(&held));
+                    oracle::consolidate(weight, &p, &f, &a, &mut want);
+                    close(isa, "gradient", got, &want, SLACK);
+                    for (number, sum) in sums.iter().enumerate() {
+                        let at = number * chunk..((number + 1) * chunk).min(len);
+                        let want: f64 = at.map(|i| f[i] * (p[i] - a[i]).powi(2)).sum();
+                        assert!((sum - want).abs() <= 1e-5 * want, "{isa}: a sum of {sum} instead of {want}");
+                    }
+                },
+            );
+        }
+    }
+}
+
 dtypes! {
     fn adafactor_steps<T>() {
         for step_size in [StepSize::Relative, StepSize::Absolute] {
