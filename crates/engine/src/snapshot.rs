@@ -10,7 +10,8 @@
 //! Five more exist where they have anything in them:
 //!
 //! - `averages`: the average of the weights over steps, under the names of the parameters;
-//! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
+//! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`),
+//!   and the velocities of momentum correction (`...velocity.rank.3`);
 //! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit;
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
@@ -397,6 +398,14 @@ pub(crate) fn left_behind(rank: &Rank, checkpoint: &Checkpoint) -> Vec<String> {
             "what earlier messages left out is dropped, because no codec with error feedback is set now".to_owned(),
         );
     }
+    let is_velocity = |name: &str| name.contains(".velocity.");
+    if checkpoint.names(RESIDUALS).any(is_velocity)
+        && !rank.residual_names().iter().any(|name| name.starts_with("velocity."))
+    {
+        all.push(
+            "the velocities of gradients are dropped, because compression.top_k_momentum is not set now".to_owned(),
+        );
+    }
     let (before, now) = (replicas_in(checkpoint), rank.replica().1);
     if !rank.is_apart() && (before > 1 || checkpoint.names(OUTER).next().is_some()) {
         all.push(
@@ -571,8 +580,8 @@ fn restore_apart(rank: &mut Rank, checkpoint: &Checkpoint, own: usize) -> Result
     Ok(())
 }
 
-/// Restores residuals. Those of ranks that there are no more are added to those of the first: what
-/// was left out is sent by whoever is there.
+/// Restores residuals and velocities. Those of ranks that there are no more are added to those of
+/// the first: what was left out is sent by whoever is there, and the sum of velocities stays.
 fn restore_residuals(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
     let names = rank.residual_names();
     let first = |prefix: &str| names.iter().find(|name| name.split('.').next() == Some(prefix)).cloned();

@@ -162,6 +162,108 @@ fn weights_lack_what_messages_left_out() {
     }
 }
 
+/// Momentum correction in place of the optimizer's momentum, on f32 and with a rate at which
+/// momentum shows.
+const MOMENTUM: &[&str] = &[
+    "compression.gradients='top_k'",
+    "compression.top_k_momentum=0.8",
+    "optimizer.name='sgd'",
+    "optimizer.momentum=0",
+    "optimizer.learning_rate=0.03",
+    "optimizer.clip_norm=0",
+    "precision.compute='f32'",
+];
+
+/// SGD with the same momentum, or with none, and without a codec.
+fn sgd(layout: &[&str], momentum: f64) -> Vec<f64> {
+    let momentum = format!("optimizer.momentum={momentum}");
+    let sgd = ["compression.gradients='none'", "compression.top_k_momentum=auto", &momentum];
+    losses(&train(&[MOMENTUM, layout, &sgd].concat(), 24))
+}
+
+/// The largest relative difference between two runs' losses.
+fn distance(ours: &[f64], theirs: &[f64]) -> f64 {
+    ours.iter().zip(theirs).map(|(ours, theirs)| (ours / theirs - 1.0).abs()).fold(0.0, f64::max)
+}
+
+/// If all is sent, velocities that stay are the momentum of SGD (Lin et al. 2018, Equation 5), and
+/// masking leaves none of it. At 1 % the result is neither of them nor that of plain `top_k`.
+#[test]
+fn momentum_correction_is_the_momentum_of_sgd_if_all_is_sent() {
+    let layouts: [&[&str]; 4] = [
+        &["parallel.ranks=2"],
+        &["parallel.ranks=2", "parallel.zero_stage=3", "training.accumulation_steps=2"],
+        &["parallel.ranks=4", HYBRID[0], HYBRID[1], HYBRID[2]],
+        &["parallel.ranks=4", HYBRID[0], HYBRID[1], HYBRID[2], "compression.over='replicas'"],
+    ];
+    for layout in layouts {
+        let without_codec: Vec<&str> = layout.iter().copied().filter(|set| !set.contains("compression.over")).collect();
+        let [with, without] = [0.8, 0.0].map(|momentum| sgd(&without_codec, momentum));
+        assert!(distance(&with, &without) > 0.02, "{layout:?}: momentum shows");
+        let run = |sets: &[&str]| {
+            let sets = [MOMENTUM, layout, sets].concat();
+            let ends = train(&sets, 24);
+            ends.iter().for_each(|end| check_memory(end, &sets));
+            losses(&ends)
+        };
+        let keeps = "compression.top_k_momentum_masking=false";
+        let all = run(&["compression.top_k_density=1.0", keeps]);
+        assert!(distance(&all, &with) < 1e-3, "{layout:?}: {:e}", distance(&all, &with));
+        let masked = run(&["compression.top_k_density=1.0"]);
+        assert!(distance(&masked, &without) < 1e-3, "{layout:?}: {:e}", distance(&masked, &without));
+        let (few, kept) = (run(&[]), run(&[keeps]));
+        let plain = run(&["compression.top_k_momentum=0"]);
+        for (other, name) in [(&plain, "plain"), (&with, "momentum"), (&without, "SGD"), (&kept, "unmasked")] {
+            assert!(distance(&few, other) > 1e-3, "{layout:?}: as {name}");
+        }
+    }
+}
+
+/// Gradients of a warm-up travel as they are, with the same momentum: the weights are those of SGD
+/// to rounding, in which ranks add up velocities and not gradients.
+#[test]
+fn gradients_of_a_warm_up_have_momentum() {
+    let folder = tempfile::tempdir().unwrap();
+    let numbers = |run: BTreeMap<String, Vec<u8>>| -> Vec<f32> {
+        let of_model = run.into_iter().filter(|(name, _)| name.starts_with("model "));
+        of_model
+            .flat_map(|(_, bytes)| bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>())
+            .collect()
+    };
+    for (number, layout) in
+        [&["parallel.ranks=2"][..], HYBRID, &["parallel.ranks=2", "parallel.zero_stage=3"]].into_iter().enumerate()
+    {
+        let train = |name: &str, sets: &[&str]| {
+            numbers(start(folder.path(), &format!("{name}-{number}"), &[MOMENTUM, STEPS, layout, sets].concat()))
+        };
+        let sgd = |momentum: &str| {
+            let momentum = format!("optimizer.momentum={momentum}");
+            let plain = ["compression.gradients='none'", "compression.top_k_momentum=auto", &momentum];
+            train(&momentum.replace('.', "-").replace('=', "-"), &plain)
+        };
+        let (with, without, ours) = (sgd("0.8"), sgd("0"), train("warm-up", &["compression.warmup_steps=100"]));
+        let apart = |theirs: &[f32]| ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let (error, distance) = (apart(&with), apart(&without));
+        assert!(error < 1e-5 && distance > 100.0 * error, "{layout:?}: {error:e}, {distance:e} without momentum");
+    }
+}
+
+/// Stages of sharding change no bit of velocities either, nor do other ranks than the predicted
+/// memory says.
+#[test]
+fn what_is_sharded_changes_no_bit_of_velocities() {
+    for replicas in ["parallel.data_parallel_replicate_degree=1", "parallel.data_parallel_replicate_degree=2"] {
+        let mut reference = None;
+        for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
+            let sets = [MOMENTUM, &["parallel.ranks=4", replicas, stage]].concat();
+            let ends = train(&sets, 4);
+            let result = (losses(&ends), weights(&ends));
+            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+            ends.iter().for_each(|end| check_memory(end, &sets));
+        }
+    }
+}
+
 /// Between nodes only: the sum in each node is exact, so two ranks in one node change no bit.
 #[test]
 fn messages_between_replicas_alone_can_be_encoded() {
@@ -175,7 +277,7 @@ fn messages_between_replicas_alone_can_be_encoded() {
 
 #[test]
 fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
-    let cases: [(&[&str], &str); 22] = [
+    let cases: [(&[&str], &str); 29] = [
         (&["parallel.ranks=2", "compression.parameters='int8'"], "nothing is gathered; set parallel.zero_stage = 3"),
         (
             &["parallel.ranks=2", "parallel.zero_stage=3", "compression.parameters='one_bit'"],
@@ -214,6 +316,26 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
                 "compression.rounding='stochastic'",
             ],
             "unbiased by itself",
+        ),
+        (&["parallel.ranks=2", "compression.top_k_momentum=0.9"], "compression.gradients is \"none\""),
+        (
+            &["parallel.ranks=2", "compression.gradients='top_k'", "compression.top_k_momentum_masking=false"],
+            "compression.top_k_momentum is 0",
+        ),
+        (
+            &["parallel.ranks=2", "compression.gradients='top_k'", "compression.top_k_momentum=0.9"],
+            "set optimizer.name = \"sgd\"",
+        ),
+        (&[MOMENTUM, &["parallel.ranks=2", "optimizer.momentum=0.9"]].concat(), "the optimizer must not add its own"),
+        (&[MOMENTUM, &["parallel.ranks=2", "compression.top_k_momentum=1.0"]].concat(), "compression.top_k_momentum"),
+        (&[MOMENTUM, &["parallel.ranks=2", "compression.error_feedback=false"]].concat(), "leave it out"),
+        (
+            &[
+                MOMENTUM,
+                &["parallel.ranks=2", "parallel.reduce_schedule='micro_batch'", "training.accumulation_steps=2"],
+            ]
+            .concat(),
+            "ranks would apply it to each micro-batch",
         ),
         (&["parallel.ranks=2", "compression.rank=2"], "no codec is \"power_sgd\""),
         (&["parallel.ranks=2", POWER_SGD, "compression.rank=0"], "at least 1"),
@@ -261,10 +383,12 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
     let streaming: &[&str] =
         &["update.fragments=2", "update.overlap=true", "evaluation.interval_steps=3", "data.validation_fraction=0.1"];
     let one_bit_adam = ["compression.gradients='one_bit'", "compression.warmup_steps=2"];
-    let rules: [&[&str]; 10] = [
+    let rules: [&[&str]; 12] = [
         &[&["parallel.ranks=2", "optimizer.freeze_variance_after=2"], &one_bit_adam[..]].concat(),
         &["parallel.ranks=2", "compression.gradients='one_bit'"],
         &["parallel.ranks=2", "parallel.zero_stage=3", "compression.gradients='top_k'"],
+        &[MOMENTUM, &["parallel.ranks=2", "compression.warmup_steps=2"]].concat(),
+        &[MOMENTUM, HYBRID].concat(),
         &[HYBRID, &["compression.gradients='int4'"]].concat(),
         &[HYBRID, &[POWER_SGD]].concat(),
         &[&["parallel.ranks=2"], diloco].concat(),
@@ -338,6 +462,13 @@ fn residuals_move_to_other_layouts_and_away() {
         }
     };
     expect(&two, &["replica.0", "replica.1", "sum"]);
+    let with_velocities = start(folder, "velocities", &[STEPS, MOMENTUM, &["parallel.ranks=2"]].concat());
+    expect(&with_velocities, &["replica.0", "replica.1", "sum"]);
+    let velocities = |run: &BTreeMap<String, Vec<u8>>| -> BTreeSet<String> {
+        let live = run.iter().filter(|(_, bytes)| bytes.iter().any(|byte| *byte != 0));
+        live.filter_map(|(name, _)| Some(name.split_once(".velocity.")?.1.to_owned())).collect()
+    };
+    assert_eq!(velocities(&with_velocities), ["replica.0", "replica.1"].map(str::to_owned).into());
     let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"]
         .map(|key| format!("parallel.{key}=auto"));
     let auto: Vec<&str> = auto.iter().map(String::as_str).collect();
@@ -351,6 +482,9 @@ fn residuals_move_to_other_layouts_and_away() {
     expect(&three, &["replica.0", "replica.1", "replica.2", "sum"]);
     let none = on("none", &["parallel.ranks=2", "compression.gradients='none'"]);
     expect(&none, &[]);
+    let four = ["parallel.ranks=4", "parallel.zero_stage=2", "training.steps=6", "checkpoint.interval_steps=1"];
+    let four = go_on(folder, "velocities", "four-velocities", 5, &[&auto[..], &four].concat());
+    assert_eq!(velocities(&four), ["rank.0", "rank.1", "rank.2", "rank.3"].map(str::to_owned).into());
 }
 
 /// Gradients of the first steps travel as they are: the bits of a run without a codec while the

@@ -101,11 +101,16 @@ fn details(instruction: &Instruction) -> String {
         details.push(format!("moves {}", size(instruction.bytes)));
     }
     if let Some(encoding) = &instruction.encoding {
-        let Encoding { codec, over, feedback } = encoding;
+        let Encoding { codec, over, feedback, momentum } = encoding;
         let axis = if *over == Axis::Replicate { Axis::Replicate } else { Axis::Shard };
         let sent = size(instruction.sent_bytes(axis, instruction.bytes));
         let over = if *over == Axis::Shard { String::new() } else { unless(*over, Axis::Data) };
-        details.push(format!("as {codec}{over} {sent}{}", if *feedback { ", with feedback" } else { "" }));
+        let with = match (feedback, momentum) {
+            (_, true) => ", with feedback and momentum",
+            (true, false) => ", with feedback",
+            (false, false) => "",
+        };
+        details.push(format!("as {codec}{over} {sent}{with}"));
     }
     for effect in &instruction.effects {
         let sign = if effect.bytes < 0 { '-' } else { '+' };

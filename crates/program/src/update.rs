@@ -255,8 +255,8 @@ impl Lowering<'_> {
     }
 
     /// Bytes of the residuals of error feedback: for the rank's contribution to each sum, and for
-    /// its share of each sum over replicas. With low-rank factors, those of Q and of the whole
-    /// gradient.
+    /// its share of each sum over replicas; and of velocities. With low-rank factors, those of Q
+    /// and of the whole gradient.
     fn residuals(&self) -> i64 {
         let mesh = self.sizes.mesh;
         let (shards, replicas) = (u64::from(mesh.shard_degree()), u64::from(mesh.dp_replicate));
@@ -276,8 +276,10 @@ impl Lowering<'_> {
             }
             let gradients = with_feedback(self.strategy.gradients).map_or(0, |encoding| {
                 let in_group = if shards > 1 && encoding.is_over(Axis::Shard) { whole } else { 0 };
-                let across = !self.strategy.kind.is_apart();
-                in_group + if across { over_replicas(whole / shards) } else { 0 }
+                let part = if self.strategy.kind.is_apart() || replicas == 1 { 0 } else { whole / shards };
+                // Velocities lie beside what the rank's own contribution left out.
+                let velocity = if in_group > 0 { in_group } else { part };
+                in_group + over_replicas(part) + if encoding.momentum { velocity } else { 0 }
             });
             let outer = with_feedback(self.strategy.outer).filter(|_| self.strategy.kind.is_apart());
             gradients + outer.map_or(0, |_| over_replicas(self.sizes.held(unit, self.sizes.placement.masters, 4)))

@@ -260,6 +260,13 @@ section! {
         /// The share of elements that `top_k` sends. Unset: 0.01.
         #[elsewhere("compress_ratio", "sparsity")]
         top_k_density: Option<f64> = None;
+        /// The momentum that each rank applies to its gradients before `top_k` chooses (momentum
+        /// correction, Lin et al. 2018), in place of the optimizer's: with `sgd` and
+        /// `optimizer.momentum` 0. Takes 4 bytes per element of a rank's gradient. Unset: 0, none.
+        top_k_momentum: Option<f64> = None;
+        /// Clear the momentum of each element that is sent (momentum factor masking). Unset: true.
+        #[elsewhere("momentum_masking")]
+        top_k_momentum_masking: Option<bool> = None;
         /// Columns of the factors that `power_sgd` sends of each matrix. Unset: 4.
         #[elsewhere("matrix_approximation_rank")]
         rank: Option<usize> = None;

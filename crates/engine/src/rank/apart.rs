@@ -75,7 +75,7 @@ impl Rank {
         overlap(&unit.layout().range(id.index as usize), &unit.held_masters())
     }
 
-    /// The residuals that this rank holds.
+    /// The residuals that this rank holds, and the velocities beside them.
     pub(crate) fn residuals(&self) -> Vec<NamedResidual> {
         let links = lock(&self.reduce_links);
         let replica = links.replicate.index();
@@ -98,6 +98,7 @@ impl Rank {
         let mut all: Vec<NamedResidual> = Vec::new();
         if let Some(encoded) = &links.encoded {
             all.extend(encoded.residuals(replica, own).into_iter().map(named("residual")));
+            all.extend(encoded.velocities(own).into_iter().map(named("velocity")));
         }
         if let Some(low_rank) = &links.low_rank {
             let residual = |(unit, values): (usize, &Tensor)| Residual {
@@ -124,7 +125,7 @@ impl Rank {
         links.low_rank.iter().flat_map(|low_rank| low_rank.starts().map(named).collect::<Vec<_>>()).collect()
     }
 
-    /// The names of the residuals that all ranks hold together.
+    /// The names of the residuals and velocities that all ranks hold together.
     pub(crate) fn residual_names(&self) -> BTreeSet<String> {
         let replicas = self.replica().1;
         let ranks = self.parameters.holding().data.1;

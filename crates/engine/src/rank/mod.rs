@@ -38,7 +38,7 @@ pub use step::{Launches, ServerStep, StepOutcome, StepSettings};
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
 use crate::constraints::WeightConstraints;
-use crate::encoded::{CodeRounding, EncodedSums, Moment, UnitExtents};
+use crate::encoded::{CodeRounding, EncodedSums, Moment, MomentumCorrection, SumSettings, UnitExtents};
 use crate::experts::ExpertExchange;
 use crate::faults::Faults;
 use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
@@ -171,6 +171,8 @@ pub struct Compression {
     pub outer: Option<Encoding>,
     /// The rounding between two codes.
     pub rounding: CodeRounding,
+    /// The momentum that ranks apply to gradients before they choose the largest elements.
+    pub momentum: Option<MomentumCorrection>,
 }
 
 impl RankSettings {
@@ -753,8 +755,8 @@ fn outer_step(
             UnitExtents::new(&layout, 0, master_range(model, holding, unit))
         };
         let units: Vec<_> = (0..model.units().len()).map(extents).collect();
-        let rounding = (settings.compression.rounding, settings.seed);
-        EncodedSums::new(device, units, (encoding, codec), rounding, &Link::default(), &links.replicate)
+        let of_sums = SumSettings { rounding: settings.compression.rounding, seed: settings.seed, momentum: None };
+        EncodedSums::new(device, units, (encoding, codec), of_sums, &Link::default(), &links.replicate)
     });
     Ok(Some(OuterStep::new(device, model, holding, outer, encoded.transpose()?)?))
 }
