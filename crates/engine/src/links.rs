@@ -294,7 +294,8 @@ impl ReduceLinks {
         {
             let layouts = model.units().iter().map(|unit| UnitLayout::new(unit.parameters(), holding.shards));
             let layouts: Vec<_> = layouts.collect();
-            let sums = LowRankSums::new(device, model, &layouts, codec, encoding.feedback, settings.seed)?;
+            let whole = |unit: usize| 0..layouts[unit].trained_elements();
+            let sums = LowRankSums::new(device, model, &layouts, codec, encoding.feedback, settings.seed, whole)?;
             self.low_rank = Some(sums);
         }
         if let Codec::Blocks(codec) = encoding.codec {
@@ -377,7 +378,7 @@ pub(crate) fn reduce(
 ) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
     if let Some(low_rank) = links.low_rank.as_mut().filter(|_| reduction.encoded) {
-        low_rank.sum(unit, flat, own, &links.summed)?;
+        low_rank.sum(unit, flat, own, &Link::default(), &links.summed)?;
         return Ok(sum);
     }
     let ReduceLinks { shard, replicate, expert_replicas, staging, encoded, .. } = &*links;

@@ -12,7 +12,8 @@
 //! - `averages`: the average of the weights over steps, under the names of the parameters;
 //! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`),
 //!   and the velocities of momentum correction (`...velocity.rank.3`);
-//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit;
+//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit (those of gradients
+//!   of replicas that train apart `...replica.3`);
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
 //! - `replicas`: the optimizer's state and the counts of all replicas but the first
@@ -32,7 +33,7 @@ use crate::fp8::AmaxHistory;
 use crate::health::History;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
-use crate::rank::{NamedResidual, Rank, Setting};
+use crate::rank::{LowRankStart, NamedResidual, Rank, Setting};
 use crate::state::{does_not_fit, overlap};
 use crate::tier::Stored;
 use crate::{EngineError, Result};
@@ -445,7 +446,8 @@ pub(crate) fn bytes_of_tensors(rank: &Rank) -> u64 {
     let momentum = if rank.has_outer_momentum() { parameters } else { 0 };
     let residuals = rank.residual_names().len() * parameters;
     let averages = if rank.has_averages() { trained_parameters(rank).map(whole).sum() } else { 0 };
-    let starts: usize = rank.low_rank_starts().iter().map(|(_, q)| q.elements()).sum();
+    let of_start = |start: &LowRankStart| start.q.elements() * if start.is_of_replica { replicas } else { 1 };
+    let starts: usize = rank.low_rank_starts().iter().map(of_start).sum();
     4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals + starts + averages) as u64
 }
 

@@ -83,6 +83,8 @@ pub struct Summary {
     /// With a parameter server: the pulls of all workers from rank 0, by the number of updates that
     /// the pulled parameters lacked.
     pub staleness: Option<Vec<u64>>,
+    /// With back-up workers: the pushes that updates of this sitting were made without.
+    pub dropped_pushes: Option<u64>,
     /// Seconds from the start of the process to the end of the first step of this sitting.
     pub first_step_done_s: f64,
     /// Median seconds of rank 0's instructions in a step, by kind.
@@ -547,6 +549,7 @@ impl<'s> Run<'s> {
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
             staleness: outcome.staleness.clone(),
+            dropped_pushes: outcome.dropped_pushes,
             sparsity: outcome.sparsity.share(),
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
@@ -689,6 +692,7 @@ impl<'s> Run<'s> {
             comm_share: self.sitting.comm_share(),
             comm_exposed_share: self.sitting.comm_exposed_share(),
             staleness: self.sitting.staleness.clone(),
+            dropped_pushes: self.sitting.dropped_pushes,
             first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
             instructions: measured.instructions,
             memory,

@@ -264,6 +264,57 @@ fn what_is_sharded_changes_no_bit_of_velocities() {
     }
 }
 
+/// The parameters of an outer step lack the mean of what low-rank factors of the changes left out,
+/// where a replica is one rank and where its ranks hold parts of matrices.
+#[test]
+fn outer_parameters_lack_what_low_rank_factors_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = [
+        "optimizer.name='sgd'",
+        "optimizer.momentum=0",
+        "optimizer.clip_norm=0",
+        "optimizer.weight_decay=0",
+        "precision.compute='f32'",
+        "update.rule='local'",
+        "update.every=1",
+        "training.steps=5",
+    ];
+    let numbers = |bytes: &[u8]| -> Vec<f64> {
+        bytes.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
+    };
+    let mut ends = Vec::new();
+    for (number, layout) in [&["parallel.ranks=2"][..], HYBRID].into_iter().enumerate() {
+        let train = |name: &str, rate: &str, codec: &[&str]| {
+            let rate = format!("optimizer.learning_rate={rate}");
+            start(folder.path(), &format!("{name}-{number}"), &[&base, layout, codec, &[rate.as_str()]].concat())
+        };
+        let (exact, first) = (train("exact", "1e-3", &[]), train("first", "1e-20", &[]));
+        let encoded = train("encoded", "1e-3", &["compression.outer='power_sgd'", "compression.rank=2"]);
+        let [mut moved, mut lacking, mut unexplained] = [0.0; 3];
+        for (name, exact) in exact.iter().filter(|(name, _)| name.starts_with("model ")) {
+            let prefix = format!("{}.outer_residual.replica.", name.replace("model ", "residuals "));
+            let of_name = encoded.iter().filter(|(name, _)| name.starts_with(&prefix));
+            let left_out: Vec<Vec<f64>> = of_name.map(|(_, bytes)| numbers(bytes)).collect();
+            assert_eq!(left_out.len(), 2, "{prefix}");
+            let (exact, first, encoded) = (numbers(exact), numbers(&first[name]), numbers(&encoded[name]));
+            for i in 0..exact.len() {
+                let mean = left_out.iter().map(|values| values[i]).sum::<f64>() / 2.0;
+                moved += (exact[i] - first[i]).powi(2);
+                lacking += (encoded[i] - exact[i]).powi(2);
+                unexplained += (encoded[i] + mean - exact[i]).powi(2);
+            }
+        }
+        let [lacking, unexplained] = [lacking, unexplained].map(|squares| (squares / moved).sqrt());
+        assert!(unexplained < 2e-2, "{layout:?}: {unexplained:e} of the way is not explained");
+        assert!(lacking > 3.0 * unexplained, "{layout:?}: {lacking:e} lacks, {unexplained:e} of it unexplained");
+        let of_model = encoded.into_iter().filter(|(name, _)| name.starts_with("model "));
+        ends.push(of_model.flat_map(|(_, bytes)| numbers(&bytes)).collect::<Vec<_>>());
+    }
+    // The factors are those of whole matrices, whatever ranks hold them.
+    let distance = ends[0].iter().zip(&ends[1]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(distance < 1e-7, "{distance:e} between one rank and two ranks of a replica");
+}
+
 /// Between nodes only: the sum in each node is exact, so two ranks in one node change no bit.
 #[test]
 fn messages_between_replicas_alone_can_be_encoded() {
@@ -348,8 +399,14 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
             "the whole gradient of a unit",
         ),
         (
-            &["parallel.ranks=2", "update.rule='diloco'", "compression.outer='power_sgd'"],
-            "outer steps send parts of matrices",
+            &[
+                "parallel.ranks=4",
+                "parallel.tensor_parallel_degree=2",
+                "update.rule='diloco'",
+                "compression.outer='power_sgd'",
+                "compression.error_feedback=false",
+            ],
+            "compression.outer = \"power_sgd\" sends factors of whole matrices",
         ),
     ];
     for (sets, expected) in cases {
@@ -383,7 +440,9 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
     let streaming: &[&str] =
         &["update.fragments=2", "update.overlap=true", "evaluation.interval_steps=3", "data.validation_fraction=0.1"];
     let one_bit_adam = ["compression.gradients='one_bit'", "compression.warmup_steps=2"];
-    let rules: [&[&str]; 12] = [
+    let low_rank: &[&str] =
+        &["update.rule='diloco'", "update.every=3", "compression.outer='power_sgd'", "compression.rank=2"];
+    let rules: [&[&str]; 14] = [
         &[&["parallel.ranks=2", "optimizer.freeze_variance_after=2"], &one_bit_adam[..]].concat(),
         &["parallel.ranks=2", "compression.gradients='one_bit'"],
         &["parallel.ranks=2", "parallel.zero_stage=3", "compression.gradients='top_k'"],
@@ -396,6 +455,9 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
         &["parallel.ranks=2", "update.rule='local'", "update.every=2"],
         &[&["parallel.ranks=2"], diloco, streaming].concat(),
         &[HYBRID, diloco, &["update.fragments=3"]].concat(),
+        // Each replica has factors of its own gradients.
+        &[HYBRID, low_rank, &[POWER_SGD]].concat(),
+        &[&["parallel.ranks=2"], low_rank, streaming].concat(),
     ];
     for (number, rule) in rules.into_iter().enumerate() {
         let name = format!("whole-{number}");

@@ -28,6 +28,7 @@ fn step(step: u64) -> StepMetrics {
         loss_scale: None,
         drift: None,
         staleness: None,
+        dropped_pushes: None,
         sparsity: None,
         experts: None,
         skipped: false,

@@ -23,7 +23,12 @@ impl fmt::Display for Program {
         let server = self.server.map_or_else(String::new, |server| {
             let index = self.rank;
             let hosts = if index < server.servers { format!(" and server {index}") } else { String::new() };
-            format!(", worker{hosts} of {} servers, staleness {}", server.servers, server.staleness)
+            let backups = match server.backups {
+                0 => String::new(),
+                1 => ", 1 back-up worker".to_owned(),
+                count => format!(", {count} back-up workers"),
+            };
+            format!(", worker{hosts} of {} servers, staleness {}{backups}", server.servers, server.staleness)
         });
         let fragment = self.fragment.map_or_else(String::new, |Fragment { index, count, overlaps }| {
             let beside = if overlaps { ", beside the step" } else { "" };

@@ -345,8 +345,12 @@ impl Resolver {
             let message = "compression.outer has no effect: update.rule is \"synchronous\", and there are no outer steps; set it to \"none\"";
             self.problem("compression.outer", message);
         }
-        if outer.is_some_and(|encoding| matches!(encoding.codec, Codec::PowerSgd(_))) {
-            let message = "compression.outer = \"power_sgd\" does not run, because outer steps send parts of matrices: use \"int8\" or \"int4\"";
+        let is_low_rank = |encoding: &Encoding| matches!(encoding.codec, Codec::PowerSgd(_));
+        if outer.is_some_and(|encoding| is_low_rank(&encoding))
+            && parallel.tensor * parallel.pipeline * parallel.context > 1
+        {
+            let message = "compression.outer = \"power_sgd\" sends factors of whole matrices, of which tensor- and context-parallel ranks and \
+                           pipeline stages hold parts: use tensor, context and pipeline degrees of 1, or \"int8\"";
             self.problem("compression.outer", message);
         }
         if let Some(encoding) = gradients.filter(|encoding| matches!(encoding.codec, Codec::PowerSgd(_))) {

@@ -167,7 +167,7 @@ section! {
         #[elsewhere("semi_sync_method")]
         rule: UpdateRule = UpdateRule::Synchronous;
         /// Steps that each replica takes by itself before their changes are averaged. The last step
-        /// of a run averages too. With `server` and a staleness: steps until all workers wait for
+        /// of a run averages too. With `server` and a staleness or back-up workers: steps until all workers wait for
         /// all updates and hear of a request to stop. Unset, with these rules: 50.
         #[elsewhere("sync_steps", "sync_every", "local_steps")]
         every: Option<usize> = None;
@@ -195,6 +195,11 @@ section! {
         /// 2013). 0: none. Unset, with `server`: 0.
         #[elsewhere("staleness_bound", "max_staleness")]
         staleness: Option<usize> = None;
+        /// Workers without whose gradients a step's update is made if they are late (Chen et al.
+        /// 2016). Late gradients are dropped, and their samples count as seen. With a staleness of
+        /// 0. Unset: 0.
+        #[elsewhere("backup_workers")]
+        backup_workers: Option<usize> = None;
     }
 }
 

@@ -63,6 +63,8 @@ pub struct Sitting {
     pub mfu: Sample,
     /// With a parameter server, the pulls by the number of updates that their parameters lacked.
     pub staleness: Option<Vec<u64>>,
+    /// With back-up workers, the pushes that updates were made without.
+    pub dropped_pushes: Option<u64>,
     total_s: f64,
     data_wait_s: f64,
     comm_s: f64,
@@ -80,6 +82,9 @@ impl Sitting {
             let sum = self.staleness.get_or_insert_default();
             sum.resize(sum.len().max(pulls.len()), 0);
             sum.iter_mut().zip(pulls).for_each(|(sum, pulls)| *sum += pulls);
+        }
+        if let Some(dropped) = step.dropped_pushes {
+            *self.dropped_pushes.get_or_insert_default() += dropped;
         }
         self.total_s += step.step_s;
         self.data_wait_s += step.data_wait_s;

@@ -454,6 +454,7 @@ pub const ROWS: &[Row] = &[
     row("update.mixing", OVERLAPPED, &["update.mixing=0.1"], Losses),
     row("update.servers", SERVER, &["update.servers=1"], Memory),
     row("update.staleness", SERVER, &["update.staleness=2"], Memory),
+    row("update.backup_workers", SERVER, &["update.backup_workers=1"], Program),
     row("compression.gradients", TWO, &["compression.gradients=int8"], Program),
     row("compression.parameters", SHARDED, &["compression.parameters=int8"], Program),
     row("compression.outer", APART, &["compression.outer=int8"], Losses),
