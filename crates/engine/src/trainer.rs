@@ -560,7 +560,9 @@ impl<'s> Run<'s> {
             self.progress.note(&said);
         }
         let program = &session.programs[place];
-        self.kinds.add(program, &outcome.spans);
+        if !outcome.late {
+            self.kinds.add(program, &outcome.spans);
+        }
         if let Some(trace) = &mut self.trace {
             trace.step(step, program, &outcome.spans)?;
         }
