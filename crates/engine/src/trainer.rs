@@ -516,7 +516,8 @@ impl<'s> Run<'s> {
             self.last_loss = outcome.loss;
         }
         let dtype = compute_dtype(&session.resolved);
-        let flops = session.flops_per_token * outcome.tokens as f64;
+        // A step that this rank left out must not look like one that was faster than the machine.
+        let flops = if outcome.late { 0.0 } else { session.flops_per_token * outcome.tokens as f64 };
         let work = Work { tokens: outcome.tokens, flops, seconds: step_s };
         let Throughput { tps, tflops, mfu } = self.throughput(work);
         let session = &mut *self.session;
@@ -550,6 +551,7 @@ impl<'s> Run<'s> {
             drift: outcome.drift,
             staleness: outcome.staleness.clone(),
             dropped_pushes: outcome.dropped_pushes,
+            late: outcome.late,
             sparsity: outcome.sparsity.share(),
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,

@@ -239,7 +239,7 @@ fn gradients_of_a_warm_up_have_momentum() {
         let sgd = |momentum: &str| {
             let momentum = format!("optimizer.momentum={momentum}");
             let plain = ["compression.gradients='none'", "compression.top_k_momentum=auto", &momentum];
-            train(&momentum.replace('.', "-").replace('=', "-"), &plain)
+            train(&momentum.replace(['.', '='], "-"), &plain)
         };
         let (with, without, ours) = (sgd("0.8"), sgd("0"), train("warm-up", &["compression.warmup_steps=100"]));
         let apart = |theirs: &[f32]| ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

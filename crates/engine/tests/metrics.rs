@@ -29,6 +29,7 @@ fn step(step: u64) -> StepMetrics {
         drift: None,
         staleness: None,
         dropped_pushes: None,
+        late: false,
         sparsity: None,
         experts: None,
         skipped: false,

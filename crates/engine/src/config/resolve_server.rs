@@ -46,8 +46,13 @@ impl Resolver {
         let because = "the bits of synchronous steps";
         let staleness = self.settle("update.staleness", &staleness, 0, because);
         self.count("update.staleness", Some(staleness as u64), 0, STALENESS_MAX);
-        self.count("update.backup_workers", backup_workers.map(|count| count as u64), 0, workers as u64 - 1);
-        let backups = backup_workers.unwrap_or(0).min(workers - 1);
+        self.count(
+            "update.backup_workers",
+            backup_workers.map(|count| count as u64),
+            0,
+            workers.saturating_sub(1) as u64,
+        );
+        let backups = backup_workers.unwrap_or(0).min(workers.saturating_sub(1));
         if backups > 0 && staleness > 0 {
             let message = format!(
                 "update.backup_workers = {backups} makes each step's update without late workers, and update.staleness = {staleness} waits for \

@@ -96,6 +96,9 @@ pub struct StepMetrics {
     /// With back-up workers: the pushes that updates were made without since the step before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropped_pushes: Option<u64>,
+    /// True if rank 0 computed nothing in the step, because its update had been made without it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub late: bool,
     /// The share of weights that are zero, of those that rank 0 prunes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sparsity: Option<f64>,
@@ -534,6 +537,7 @@ pub(crate) mod tests {
             drift: None,
             staleness: None,
             dropped_pushes: None,
+            late: false,
             sparsity: None,
             experts: None,
             skipped: false,

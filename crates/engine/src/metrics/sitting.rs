@@ -72,12 +72,14 @@ pub struct Sitting {
 }
 
 impl Sitting {
-    /// Adds a step.
+    /// Adds a step. One that rank 0 left out says nothing about speed.
     pub fn add(&mut self, step: &StepMetrics) {
         self.steps += 1;
-        self.step_s.add(step.step_s);
-        self.tps.add(step.tps);
-        step.mfu.into_iter().for_each(|mfu| self.mfu.add(mfu));
+        if !step.late {
+            self.step_s.add(step.step_s);
+            self.tps.add(step.tps);
+            step.mfu.into_iter().for_each(|mfu| self.mfu.add(mfu));
+        }
         if let Some(pulls) = &step.staleness {
             let sum = self.staleness.get_or_insert_default();
             sum.resize(sum.len().max(pulls.len()), 0);
