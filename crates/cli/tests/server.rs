@@ -100,6 +100,28 @@ fn stale_pulls_are_recorded_and_stay_within_the_bound() {
     }
 }
 
+/// A worker that is slow in a step holds up no update, its gradients are counted, and the run goes
+/// on from its checkpoints.
+#[test]
+fn gradients_of_late_back_up_workers_are_counted() {
+    let folder = Folder::new();
+    let sets = [&TWO[..], &["update.backup_workers=1", "update.every=3"]].concat();
+    let slow = "slow:5 rank=1 what=forward";
+    for (name, arguments) in [("threads", train("threads", &sets)), ("processes", launched(train("processes", &sets)))]
+    {
+        let ran = run(&folder, &arguments, slow).ok();
+        assert!(ran.stdout.contains("gradients that came too late"), "{}", ran.stdout);
+        let records = records(&folder, name);
+        assert_eq!(records.len(), 6);
+        let dropped: u64 = records.iter().map(|record| record["dropped_pushes"].as_u64().expect("a count")).sum();
+        assert!(dropped <= 6, "{dropped}");
+        assert!(records.iter().all(|record| record["loss"].as_f64().is_some_and(|loss| loss > 0.0)));
+        let go_on = ["train", "--resume", &format!("runs/{name}"), "--set", "training.steps=8"].map(str::to_owned);
+        let ran = run(&folder, &go_on, "").ok();
+        assert!(ran.stdout.contains("done: 8 steps"), "{}", ran.stdout);
+    }
+}
+
 /// The listing names pushes and pulls; what a parameter server cannot do ends before the run.
 #[test]
 fn programs_are_listed_and_what_cannot_run_is_refused_before_the_run() {

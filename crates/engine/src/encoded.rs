@@ -6,7 +6,9 @@
 //!
 //! With error feedback a rank adds to each message what the ones before left out. These residuals
 //! are state: they lie beside the gradients, in the layout of what is encoded, and go to
-//! checkpoints.
+//! checkpoints. With momentum correction so do the velocities of a rank's own contribution, which
+//! is what it encodes first: for the sum in its shard group if that is encoded, or else for the sum
+//! over replicas.
 
 use crate::Result;
 use crate::exchange::Link;
@@ -15,6 +17,7 @@ use serde::Serialize;
 use std::ops::Range;
 use std::sync::Mutex;
 use trainyard_base::{lock, philox4x32};
+use trainyard_comm::codec::momentum::Momentum;
 use trainyard_comm::codec::{self, Rounding, encoded_bytes};
 use trainyard_model::UnitLayout;
 use trainyard_program::{Axis, BlockCodec, Encoding};
@@ -56,12 +59,33 @@ pub enum CodeRounding {
     Stochastic,
 }
 
+/// Momentum correction of gradients in the form of `top_k` (Lin et al. 2018, Section 3).
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct MomentumCorrection {
+    /// The share of a velocity that stays from one step to the next.
+    pub factor: f64,
+    /// True if the velocity of what is sent becomes zero.
+    pub masking: bool,
+}
+
+/// The settings of encoded sums beside their codec.
+#[derive(Clone, Copy)]
+pub(crate) struct SumSettings {
+    pub rounding: CodeRounding,
+    pub seed: u64,
+    /// None: contributions are sums of gradients, or changes, as they are.
+    pub momentum: Option<MomentumCorrection>,
+}
+
 /// Buffers and residuals of encoded sums, for every unit of a rank.
 pub(crate) struct EncodedSums {
     encoding: Encoding,
     codec: BlockCodec,
     rounding: CodeRounding,
     seed: u64,
+    momentum: Option<Momentum>,
+    /// The residual beside which velocities lie: that of the rank's own contribution.
+    contribution: ResidualOf,
     extents: Vec<UnitExtents>,
     /// Empty without error feedback.
     units: Vec<UnitResiduals>,
@@ -81,6 +105,8 @@ struct UnitResiduals {
     part: Option<Tensor>,
     /// Of the share of the sum over replicas that this rank adds up.
     share: Option<Tensor>,
+    /// The velocities of this rank's own contribution.
+    velocity: Option<Tensor>,
 }
 
 /// The kind of a residual.
@@ -118,7 +144,7 @@ impl EncodedSums {
         device: &Device,
         extents: Vec<UnitExtents>,
         (encoding, codec): (Encoding, BlockCodec),
-        (rounding, seed): (CodeRounding, u64),
+        settings: SumSettings,
         shard: &Link,
         replicate: &Link,
     ) -> Result<EncodedSums> {
@@ -146,13 +172,29 @@ impl EncodedSums {
                 Ok((is_there && elements > 0).then(|| zeros(elements)).transpose()?)
             };
             let (group, part) = (of(unit.whole, grouped)?, of(unit.part.len(), replicas > 1)?);
-            Ok(UnitResiduals { group, part, share: of(share(unit), replicas > 1)? })
+            let share = of(share(unit), replicas > 1)?;
+            let contribution = if grouped { &group } else { &part };
+            let elements = contribution.as_ref().map_or(0, Tensor::elements);
+            Ok(UnitResiduals { velocity: of(elements, settings.momentum.is_some())?, group, part, share })
         };
         let kept =
             if encoding.feedback { extents.iter().map(residuals).collect::<Result<Vec<_>>>()? } else { Vec::new() };
         let (sent, received) = (take(largest, DType::BF16)?, take(largest, DType::BF16)?);
         let share = take(largest_share, DType::F32)?;
-        Ok(EncodedSums { encoding, codec, rounding, seed, extents, units: kept, sent, received, share })
+        let SumSettings { rounding, seed, momentum } = settings;
+        Ok(EncodedSums {
+            encoding,
+            codec,
+            rounding,
+            seed,
+            momentum: momentum.map(|of| Momentum { factor: of.factor as f32, masking: of.masking }),
+            contribution: if grouped { ResidualOf::Group } else { ResidualOf::Replica },
+            extents,
+            units: kept,
+            sent,
+            received,
+            share,
+        })
     }
 
     /// True if messages between the ranks of `axis` are encoded.
@@ -175,7 +217,8 @@ impl EncodedSums {
         let bytes = encoded_bytes(codec, flat.elements());
         let (mut sent, mut received) = (words(&self.sent, bytes)?, words(&self.received, bytes)?);
         let residual = self.units.get(unit).and_then(|residuals| residuals.group.clone());
-        self.encode(cpu, flat, residual.clone(), &mut sent, self.key(unit, ResidualOf::Group, link.index(), at))?;
+        let key = self.key(unit, ResidualOf::Group, link.index(), at);
+        self.encode(cpu, flat, residual.clone(), self.velocity(unit, ResidualOf::Group), &mut sent, key)?;
         self.clear_gaps(unit, residual, 0)?;
         link.all_to_all(&sent, &mut received)?;
         decode_sum(cpu, codec, &received, link.size(), own)?;
@@ -198,7 +241,8 @@ impl EncodedSums {
         let mut message = sent.view(0, [blocks * codec.block_bytes() / 2])?;
         let residual = residuals.and_then(|residuals| residuals.part.clone());
         let first = self.extents[unit].part.start;
-        self.encode(cpu, part, residual.clone(), &mut message, self.key(unit, ResidualOf::Replica, link.index(), at))?;
+        let key = self.key(unit, ResidualOf::Replica, link.index(), at);
+        self.encode(cpu, part, residual.clone(), self.velocity(unit, ResidualOf::Replica), &mut message, key)?;
         self.clear_gaps(unit, residual, first)?;
         link.all_to_all(&sent, &mut received)?;
 
@@ -213,13 +257,8 @@ impl EncodedSums {
             let residual = residuals.and_then(|residuals| residuals.share.as_ref());
             let residual = residual.map(|residual| residual.view(0, [elements])).transpose()?;
             let mut message = message.view(0, [own.len() * codec.block_bytes() / 2])?;
-            self.encode(
-                cpu,
-                &share,
-                residual.clone(),
-                &mut message,
-                self.key(unit, ResidualOf::Sum, link.index(), at),
-            )?;
+            let key = self.key(unit, ResidualOf::Sum, link.index(), at);
+            self.encode(cpu, &share, residual.clone(), None, &mut message, key)?;
             self.clear_gaps(unit, residual, first + own.start * codec.block_elements())?;
         }
         link.all_gather(&message, &mut received)?;
@@ -265,14 +304,56 @@ impl EncodedSums {
         all
     }
 
+    /// The velocities of this rank's own contributions, by unit, as [`EncodedSums::residuals`].
+    pub(crate) fn velocities(&self, part: impl Fn(usize) -> Range<usize>) -> Vec<Residual> {
+        let of_unit = |(unit, state): (usize, &UnitResiduals)| {
+            let values = state.velocity.clone()?;
+            let within = if self.contribution == ResidualOf::Group { 0..values.elements() } else { part(unit) };
+            Some(Residual { of: self.contribution, unit, within, values })
+        };
+        self.units.iter().enumerate().filter_map(of_unit).collect()
+    }
+
+    /// The velocity of a unit beside the residual `of`; None without momentum, and beside others.
+    fn velocity(&self, unit: usize, of: ResidualOf) -> Option<Tensor> {
+        self.units.get(unit)?.velocity.clone().filter(|_| of == self.contribution)
+    }
+
+    /// Makes velocities of `values`, if the contribution to the sum `of` has momentum: for gradients
+    /// that travel as they are during a warm-up.
+    pub(crate) fn apply_momentum(&self, unit: usize, of: ResidualOf, values: &Tensor) -> Result<()> {
+        let (Some(momentum), Some(mut velocity)) = (self.momentum, self.velocity(unit, of)) else { return Ok(()) };
+        if values.device().is_meta() {
+            return Ok(());
+        }
+        let mut values = values.clone();
+        Ok(values.with_data_mut(|values: &mut [f32]| {
+            velocity.with_data_mut(|velocity: &mut [f32]| momentum.apply(values, velocity))
+        })??)
+    }
+
     fn encode(
         &self,
         cpu: &Cpu,
         values: &Tensor,
         residual: Option<Tensor>,
+        velocity: Option<Tensor>,
         message: &mut Tensor,
         key: [u32; 2],
     ) -> Result<()> {
+        if let (BlockCodec::TopK { kept }, Some(momentum)) = (self.codec, self.momentum)
+            && let (Some(mut residual), Some(mut velocity)) = (residual.clone(), velocity)
+        {
+            return Ok(values.with_data(|values: &[f32]| {
+                message.overwrite_bytes(|message| {
+                    velocity.with_data_mut(|velocity: &mut [f32]| {
+                        residual.with_data_mut(|residual: &mut [f32]| {
+                            encode_with_momentum(cpu, kept, momentum, values, [velocity, residual], message);
+                        })
+                    })
+                })
+            })????);
+        }
         let (codec, by_chance) = (self.codec, self.rounding == CodeRounding::Stochastic);
         let rounding = |first: usize| match by_chance {
             true => Rounding::Stochastic { key, first: first as u64 },
@@ -341,6 +422,26 @@ pub(crate) fn encode_on_all_threads(
     cpu.threads.for_each(tasks.len(), |task| {
         let ((values, residual), message) = &mut *lock(&tasks[task]);
         codec::encode(codec, values, residual.as_deref_mut(), rounding(task * GRAIN), message);
+    });
+}
+
+/// As [`encode_on_all_threads`] with the momentum of a rank's contribution; `state` is its velocity
+/// and its residual.
+fn encode_with_momentum(
+    cpu: &Cpu,
+    kept: u16,
+    momentum: Momentum,
+    values: &[f32],
+    state: [&mut [f32]; 2],
+    message: &mut [u8],
+) {
+    let [velocity, residual] = state;
+    let state = velocity.chunks_mut(GRAIN).zip(residual.chunks_mut(GRAIN));
+    let messages = message.chunks_mut(encoded_bytes(BlockCodec::TopK { kept }, GRAIN));
+    let tasks: Vec<_> = values.chunks(GRAIN).zip(state).zip(messages).map(Mutex::new).collect();
+    cpu.threads.for_each(tasks.len(), |task| {
+        let ((values, (velocity, residual)), message) = &mut *lock(&tasks[task]);
+        momentum.encode(kept, values, velocity, residual, message);
     });
 }
 

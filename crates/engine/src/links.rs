@@ -6,7 +6,7 @@ pub(crate) use crate::exchange::Staging;
 
 use crate::Result;
 use crate::collectives::Way;
-use crate::encoded::{EncodedSums, Moment, UnitExtents};
+use crate::encoded::{EncodedSums, Moment, ResidualOf, SumSettings, UnitExtents};
 use crate::positions::Positions;
 use crate::power_sgd::LowRankSums;
 use crate::rank::RankSettings;
@@ -294,7 +294,8 @@ impl ReduceLinks {
         {
             let layouts = model.units().iter().map(|unit| UnitLayout::new(unit.parameters(), holding.shards));
             let layouts: Vec<_> = layouts.collect();
-            let sums = LowRankSums::new(device, model, &layouts, codec, encoding.feedback, settings.seed)?;
+            let whole = |unit: usize| 0..layouts[unit].trained_elements();
+            let sums = LowRankSums::new(device, model, &layouts, codec, encoding.feedback, settings.seed, whole)?;
             self.low_rank = Some(sums);
         }
         if let Codec::Blocks(codec) = encoding.codec {
@@ -309,8 +310,12 @@ impl ReduceLinks {
             // Replicas that train apart do not sum gradients.
             let alone = Link::default();
             let replicate = if settings.outer.is_none() { &self.replicate } else { &alone };
-            let rounding = (settings.compression.rounding, settings.seed);
-            self.encoded = Some(EncodedSums::new(device, units, (encoding, codec), rounding, &self.shard, replicate)?);
+            let of_sums = SumSettings {
+                rounding: settings.compression.rounding,
+                seed: settings.seed,
+                momentum: settings.compression.momentum,
+            };
+            self.encoded = Some(EncodedSums::new(device, units, (encoding, codec), of_sums, &self.shard, replicate)?);
         }
         Ok(())
     }
@@ -373,7 +378,7 @@ pub(crate) fn reduce(
 ) -> Result<Tensor> {
     let mut sum = flat.view(own.start, [own.len()])?;
     if let Some(low_rank) = links.low_rank.as_mut().filter(|_| reduction.encoded) {
-        low_rank.sum(unit, flat, own, &links.summed)?;
+        low_rank.sum(unit, flat, own, &Link::default(), &links.summed)?;
         return Ok(sum);
     }
     let ReduceLinks { shard, replicate, expert_replicas, staging, encoded, .. } = &*links;
@@ -403,7 +408,13 @@ pub(crate) fn reduce(
         return Ok(sum);
     }
     if dtype == DType::F32 {
+        // The velocities of a warm-up, in which gradients travel as they are.
+        let momentum = |of: ResidualOf, values: &Tensor| {
+            encoded.as_ref().map_or(Ok(()), |encoded| encoded.apply_momentum(unit, of, values))
+        };
+        momentum(ResidualOf::Group, flat)?;
         shard.reduce_scatter(flat, &mut sum, staging)?;
+        momentum(ResidualOf::Replica, &sum)?;
         across_replicas(&sum)?;
         return Ok(sum);
     }

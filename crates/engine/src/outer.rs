@@ -15,6 +15,7 @@ use crate::Result;
 use crate::encoded::{EncodedSums, Moment};
 use crate::links::ReduceLinks;
 use crate::optimizer::swap;
+use crate::power_sgd::LowRankSums;
 use crate::state::{Holding, ParameterState};
 use serde::Serialize;
 use std::ops::Range;
@@ -39,7 +40,7 @@ pub(crate) struct OuterStep {
     settings: OuterSettings,
     /// By unit; None for units that the rank does not hold.
     units: Vec<Option<OuterUnit>>,
-    pub(crate) encoded: Option<EncodedSums>,
+    pub(crate) sums: OuterSums,
     /// True if masters may differ from the parameters of the last outer step.
     pub(crate) is_in_round: bool,
     /// Memory for the change of one unit, to compare it with the mean.
@@ -49,6 +50,15 @@ pub(crate) struct OuterStep {
     /// Sums of squares over the units so far: of the distance between this replica's change and the
     /// mean change, and of the mean change.
     squares: [f64; 2],
+}
+
+/// The sums over replicas of changes: in the form of one codec, or as they are.
+#[derive(Default)]
+pub(crate) struct OuterSums {
+    /// Blocks of the elements that the masters hold.
+    pub(crate) encoded: Option<EncodedSums>,
+    /// Factors of whole matrices.
+    pub(crate) low_rank: Option<LowRankSums>,
 }
 
 /// One unit: the elements that the masters hold.
@@ -67,7 +77,7 @@ impl OuterStep {
         model: &Model,
         holding: &Holding,
         settings: OuterSettings,
-        encoded: Option<EncodedSums>,
+        sums: OuterSums,
     ) -> Result<OuterStep> {
         let unit = |unit: usize| -> Result<Option<OuterUnit>> {
             let range = master_range(model, holding, unit);
@@ -83,7 +93,7 @@ impl OuterStep {
         let own = device.empty([largest], DType::F32, Purpose::Comm)?;
         let beside = || device.empty([largest], DType::F32, Purpose::Comm);
         let beside = settings.mixing.map(|_| beside()).transpose()?;
-        Ok(OuterStep { settings, units, encoded, is_in_round: false, own, beside, squares: [0.0; 2] })
+        Ok(OuterStep { settings, units, sums, is_in_round: false, own, beside, squares: [0.0; 2] })
     }
 
     /// Takes the masters as the parameters of an outer step.
@@ -158,9 +168,14 @@ impl OuterStep {
         subtract(change, &unit.parameters, 1.0)?;
         let mut own = self.own.view(0, [change.elements()])?;
         own.copy_from(change)?;
-        match self.encoded.as_ref().filter(|_| replicas.size() > 1) {
-            Some(encoded) => encoded.all_reduce(number, change, replicas, at)?,
-            None => replicas.all_reduce(change, &links.staging)?,
+        match &mut self.sums {
+            OuterSums { low_rank: Some(sums), .. } if replicas.size() > 1 => {
+                sums.sum_in_parts(number, change, &links.shard, replicas)?;
+            }
+            OuterSums { encoded: Some(sums), .. } if replicas.size() > 1 => {
+                sums.all_reduce(number, change, replicas, at)?;
+            }
+            _ => replicas.all_reduce(change, &links.staging)?,
         }
         let share = 1.0 / replicas.size() as f64;
         self.squares[1] += share * share * sum_of_squares(change)?;

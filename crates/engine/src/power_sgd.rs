@@ -1,4 +1,5 @@
-//! Sums of gradients as low-rank factors (PowerSGD, Vogels et al. 2019), and their state.
+//! Sums of gradients, and of the changes of outer steps, as low-rank factors (PowerSGD, Vogels et
+//! al. 2019), and their state.
 //!
 //! Each rank has the whole local gradient of a unit. For every matrix M of it, all ranks sum
 //! `P = M Q`, make its columns orthonormal, and sum `Q = Mᵀ P`. The sum of the matrices is then
@@ -7,12 +8,17 @@
 //!
 //! Vectors, and matrices whose factors would be no smaller, travel as they are beside P.
 //!
+//! In outer steps the ranks of a shard group hold parts of the changes. Each takes the elements of
+//! the others as zeros, and the products are summed over the shard group first. So the factors are
+//! those of whole matrices, and a rank keeps what is left out of its own elements.
+//!
 //! If a gradient is not finite anywhere, the sum is NaN on every rank, and the state stays as it
 //! was.
 
 use crate::Result;
+use crate::encoded::{Residual, ResidualOf};
 use crate::exchange::Link;
-use crate::state::does_not_fit;
+use crate::state::{does_not_fit, overlap};
 use std::ops::Range;
 use std::sync::Mutex;
 use trainyard_base::lock;
@@ -65,7 +71,11 @@ struct Unit {
     lengths: [usize; 2],
     /// Q of the last sum, the same on all ranks. None: no matrix has factors.
     q: Option<Tensor>,
-    /// None without error feedback.
+    /// Elements of its flat buffer.
+    elements: usize,
+    /// Those of them that this rank contributes to sums.
+    held: Range<usize>,
+    /// What sums left out of `held`. None without error feedback.
     residual: Option<Tensor>,
 }
 
@@ -77,10 +87,13 @@ pub(crate) struct LowRankSums {
     /// The messages, for the largest unit.
     first: Option<Tensor>,
     second: Option<Tensor>,
+    /// The largest unit's flat buffer, if this rank holds parts of units.
+    whole: Option<Tensor>,
 }
 
 impl LowRankSums {
     /// Allocates state and buffers for the units of `model`, whose flat buffers have these layouts.
+    /// This rank contributes the elements `held` of a unit.
     pub(crate) fn new(
         device: &Device,
         model: &Model,
@@ -88,6 +101,7 @@ impl LowRankSums {
         codec: PowerSgd,
         feedback: bool,
         seed: u64,
+        held: impl Fn(usize) -> Range<usize>,
     ) -> Result<LowRankSums> {
         if device.as_cuda().is_some() {
             return Err(does_not_fit("messages are encoded on processors only, and this rank computes on a GPU"));
@@ -116,18 +130,52 @@ impl LowRankSums {
                 unit.plain.push((at, p));
                 p = end;
             }
-            let residual = if feedback { layout.trained_elements() } else { 0 };
-            Ok(Unit { lengths: [p, q], q: zeros(q)?, residual: zeros(residual)?, ..unit })
+            let (elements, held) = (layout.trained_elements(), held(number));
+            let residual = zeros(if feedback { held.len() } else { 0 })?;
+            Ok(Unit { lengths: [p, q], q: zeros(q)?, elements, held, residual, ..unit })
         };
         let units = layouts.iter().enumerate().map(unit).collect::<Result<Vec<_>>>()?;
         let largest = |of: usize| units.iter().map(|unit| unit.lengths[of]).max().unwrap_or(0);
         let (first, second) = (zeros(largest(0))?, zeros(largest(1))?);
-        Ok(LowRankSums { rank, seed, units, first, second })
+        let in_parts = units.iter().filter(|unit| unit.held.len() < unit.elements);
+        let whole = zeros(in_parts.map(|unit| unit.elements).max().unwrap_or(0))?;
+        Ok(LowRankSums { rank, seed, units, first, second, whole })
     }
 
-    /// Sums `flat`, the trained region of `unit`, over the ranks of `link`. The elements `own` of
-    /// the sum are written to their place in `flat`; the rest is arbitrary.
-    pub(crate) fn sum(&mut self, number: usize, flat: &mut Tensor, own: Range<usize>, link: &Link) -> Result<()> {
+    /// Sums `part`, the elements of a unit that this rank holds, over the ranks of `across`. The
+    /// ranks of `within` hold the other elements, unless this rank holds all.
+    pub(crate) fn sum_in_parts(
+        &mut self,
+        number: usize,
+        part: &mut Tensor,
+        within: &Link,
+        across: &Link,
+    ) -> Result<()> {
+        let Unit { elements, held, .. } = &self.units[number];
+        let (elements, held) = (*elements, held.clone());
+        if held.len() == elements {
+            return self.sum(number, part, 0..elements, &Link::default(), across);
+        }
+        let whole = self.whole.as_ref().expect("allocated for the largest unit");
+        let mut whole = whole.view(0, [elements])?;
+        whole.fill_zero()?;
+        let mut own = whole.view(held.start, [held.len()])?;
+        own.copy_from(part)?;
+        self.sum(number, &mut whole, held, within, across)?;
+        Ok(part.copy_from(&own)?)
+    }
+
+    /// Sums `flat`, the trained region of a unit, over the ranks of `across`. Those of `within`
+    /// contribute to the same matrices, each the elements that it holds; the others are zero. The
+    /// elements `own` of the sum are written to their place in `flat`; the rest is arbitrary.
+    pub(crate) fn sum(
+        &mut self,
+        number: usize,
+        flat: &mut Tensor,
+        own: Range<usize>,
+        within: &Link,
+        across: &Link,
+    ) -> Result<()> {
         let device = flat.device().clone();
         let Some(cpu) = device.as_cpu() else { return Ok(()) };
         let key = [self.seed as u32, (self.seed >> 32) as u32];
@@ -139,9 +187,10 @@ impl LowRankSums {
         let second = message(&self.second, unit.lengths[1])?;
 
         if let Some(residual) = &unit.residual {
-            trainyard_tensor::ops::accumulate(residual, flat, false)?;
+            let mut held = flat.view(unit.held.start, [unit.held.len()])?;
+            trainyard_tensor::ops::accumulate(residual, &mut held, false)?;
         }
-        let Unit { factored, plain, q, residual, .. } = unit;
+        let Unit { factored, plain, q, residual, held, .. } = unit;
         if let Some(q) = q.as_mut() {
             q.with_data_mut(|q: &mut [f32]| {
                 for (matrix, of) in factored.iter().enumerate() {
@@ -160,7 +209,8 @@ impl LowRankSums {
                 })
             })
         })???;
-        link.sum(&mut first)?;
+        within.sum(&mut first)?;
+        across.sum(&mut first)?;
         let is_finite = first.with_data(|sums: &[f32]| sums.iter().all(|sum| sum.is_finite()))?;
         if !is_finite {
             return Ok(flat.view(own.start, [own.len()])?.overwrite(|sum: &mut [f32]| sum.fill(f32::NAN))?);
@@ -170,19 +220,21 @@ impl LowRankSums {
             first.with_data(|p: &[f32]| {
                 flat.with_data(|m: &[f32]| second.overwrite(|q: &mut [f32]| times_p(cpu, factored, rank, m, p, q)))
             })???;
+            within.sum(&mut second)?;
             if let Some(residual) = residual {
-                residual.copy_from(flat)?;
+                residual.copy_from(&flat.view(held.start, [held.len()])?)?;
                 first.with_data(|p: &[f32]| {
                     second.with_data(|q: &[f32]| {
                         residual.with_data_mut(|left: &mut [f32]| {
-                            plain.iter().for_each(|(at, _)| left[at.clone()].fill(0.0));
-                            let all = 0..left.len();
-                            products(cpu, factored, p, q, left, &all, |left, sent| *left -= sent);
+                            for at in plain.iter().map(|(at, _)| overlap(at, held)).filter(|at| !at.is_empty()) {
+                                left[at.start - held.start..at.end - held.start].fill(0.0);
+                            }
+                            products(cpu, factored, p, q, left, held, |left, sent| *left -= sent);
                         })
                     })
                 })???;
             }
-            link.sum(&mut second)?;
+            across.sum(&mut second)?;
             q.copy_from(&second)?;
         }
         let mut sum = flat.view(own.start, [own.len()])?;
@@ -205,12 +257,16 @@ impl LowRankSums {
         Ok(())
     }
 
-    /// The residuals by unit.
-    pub(crate) fn residuals(&self) -> impl Iterator<Item = (usize, &Tensor)> {
-        self.units.iter().enumerate().filter_map(|(number, unit)| Some((number, unit.residual.as_ref()?)))
+    /// The residuals, each of the kind `of`.
+    pub(crate) fn residuals(&self, of: ResidualOf) -> impl Iterator<Item = Residual> {
+        let residual = move |(number, unit): (usize, &Unit)| {
+            let (within, values) = (unit.held.clone(), unit.residual.clone()?);
+            Some(Residual { of, unit: number, within, values })
+        };
+        self.units.iter().enumerate().filter_map(residual)
     }
 
-    /// The factors Q with which the next sums begin, by unit. All ranks have the same.
+    /// The factors Q with which the next sums begin, by unit. All ranks of a sum have the same.
     pub(crate) fn starts(&self) -> impl Iterator<Item = (usize, &Tensor)> {
         self.units.iter().enumerate().filter_map(|(number, unit)| Some((number, unit.q.as_ref()?)))
     }

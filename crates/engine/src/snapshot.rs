@@ -10,8 +10,10 @@
 //! Five more exist where they have anything in them:
 //!
 //! - `averages`: the average of the weights over steps, under the names of the parameters;
-//! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`);
-//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit;
+//! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`),
+//!   and the velocities of momentum correction (`...velocity.rank.3`);
+//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit (those of gradients
+//!   of replicas that train apart `...replica.3`);
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
 //! - `replicas`: the optimizer's state and the counts of all replicas but the first
@@ -33,7 +35,7 @@ use crate::fp8::AmaxHistory;
 use crate::health::History;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
-use crate::rank::{NamedResidual, Rank, Setting};
+use crate::rank::{LowRankStart, NamedResidual, Rank, Setting};
 use crate::state::{does_not_fit, overlap};
 use crate::tier::Stored;
 use crate::{EngineError, Result};
@@ -399,6 +401,14 @@ pub(crate) fn left_behind(rank: &Rank, checkpoint: &Checkpoint) -> Vec<String> {
             "what earlier messages left out is dropped, because no codec with error feedback is set now".to_owned(),
         );
     }
+    let is_velocity = |name: &str| name.contains(".velocity.");
+    if checkpoint.names(RESIDUALS).any(is_velocity)
+        && !rank.residual_names().iter().any(|name| name.starts_with("velocity."))
+    {
+        all.push(
+            "the velocities of gradients are dropped, because compression.top_k_momentum is not set now".to_owned(),
+        );
+    }
     let (before, now) = (replicas_in(checkpoint), rank.replica().1);
     if !rank.is_apart() && (before > 1 || checkpoint.names(OUTER).next().is_some()) {
         all.push(
@@ -438,7 +448,8 @@ pub(crate) fn bytes_of_tensors(rank: &Rank) -> u64 {
     let momentum = if rank.has_outer_momentum() { parameters } else { 0 };
     let residuals = rank.residual_names().len() * parameters;
     let averages = if rank.has_averages() { trained_parameters(rank).map(whole).sum() } else { 0 };
-    let starts: usize = rank.low_rank_starts().iter().map(|(_, q)| q.elements()).sum();
+    let of_start = |start: &LowRankStart| start.q.elements() * if start.is_of_replica { replicas } else { 1 };
+    let starts: usize = rank.low_rank_starts().iter().map(of_start).sum();
     4 * (rank.model().parameters().map(of).sum::<usize>() + apart + momentum + residuals + starts + averages) as u64
 }
 
@@ -573,8 +584,8 @@ fn restore_apart(rank: &mut Rank, checkpoint: &Checkpoint, own: usize) -> Result
     Ok(())
 }
 
-/// Restores residuals. Those of ranks that there are no more are added to those of the first: what
-/// was left out is sent by whoever is there.
+/// Restores residuals and velocities. Those of ranks that there are no more are added to those of
+/// the first: what was left out is sent by whoever is there, and the sum of velocities stays.
 fn restore_residuals(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
     let names = rank.residual_names();
     let first = |prefix: &str| names.iter().find(|name| name.split('.').next() == Some(prefix)).cloned();

@@ -83,6 +83,8 @@ pub struct Summary {
     /// With a parameter server: the pulls of all workers from rank 0, by the number of updates that
     /// the pulled parameters lacked.
     pub staleness: Option<Vec<u64>>,
+    /// With back-up workers: the pushes that updates of this sitting were made without.
+    pub dropped_pushes: Option<u64>,
     /// Seconds from the start of the process to the end of the first step of this sitting.
     pub first_step_done_s: f64,
     /// Median seconds of rank 0's instructions in a step, by kind.
@@ -514,7 +516,8 @@ impl<'s> Run<'s> {
             self.last_loss = outcome.loss;
         }
         let dtype = compute_dtype(&session.resolved);
-        let flops = session.flops_per_token * outcome.tokens as f64;
+        // A step that this rank left out must not look like one that was faster than the machine.
+        let flops = if outcome.late { 0.0 } else { session.flops_per_token * outcome.tokens as f64 };
         let work = Work { tokens: outcome.tokens, flops, seconds: step_s };
         let Throughput { tps, tflops, mfu } = self.throughput(work);
         let session = &mut *self.session;
@@ -547,6 +550,8 @@ impl<'s> Run<'s> {
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
             staleness: outcome.staleness.clone(),
+            dropped_pushes: outcome.dropped_pushes,
+            late: outcome.late,
             sparsity: outcome.sparsity.share(),
             penalty: outcome.penalty,
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
@@ -558,7 +563,9 @@ impl<'s> Run<'s> {
             self.progress.note(&said);
         }
         let program = &session.programs[place];
-        self.kinds.add(program, &outcome.spans);
+        if !outcome.late {
+            self.kinds.add(program, &outcome.spans);
+        }
         if let Some(trace) = &mut self.trace {
             trace.step(step, program, &outcome.spans)?;
         }
@@ -690,6 +697,7 @@ impl<'s> Run<'s> {
             comm_share: self.sitting.comm_share(),
             comm_exposed_share: self.sitting.comm_exposed_share(),
             staleness: self.sitting.staleness.clone(),
+            dropped_pushes: self.sitting.dropped_pushes,
             first_step_done_s: self.first_step_done_s.unwrap_or(0.0),
             instructions: measured.instructions,
             memory,

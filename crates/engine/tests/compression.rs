@@ -162,6 +162,159 @@ fn weights_lack_what_messages_left_out() {
     }
 }
 
+/// Momentum correction in place of the optimizer's momentum, on f32 and with a rate at which
+/// momentum shows.
+const MOMENTUM: &[&str] = &[
+    "compression.gradients='top_k'",
+    "compression.top_k_momentum=0.8",
+    "optimizer.name='sgd'",
+    "optimizer.momentum=0",
+    "optimizer.learning_rate=0.03",
+    "optimizer.clip_norm=0",
+    "precision.compute='f32'",
+];
+
+/// SGD with the same momentum, or with none, and without a codec.
+fn sgd(layout: &[&str], momentum: f64) -> Vec<f64> {
+    let momentum = format!("optimizer.momentum={momentum}");
+    let sgd = ["compression.gradients='none'", "compression.top_k_momentum=auto", &momentum];
+    losses(&train(&[MOMENTUM, layout, &sgd].concat(), 24))
+}
+
+/// The largest relative difference between two runs' losses.
+fn distance(ours: &[f64], theirs: &[f64]) -> f64 {
+    ours.iter().zip(theirs).map(|(ours, theirs)| (ours / theirs - 1.0).abs()).fold(0.0, f64::max)
+}
+
+/// If all is sent, velocities that stay are the momentum of SGD (Lin et al. 2018, Equation 5), and
+/// masking leaves none of it. At 1 % the result is neither of them nor that of plain `top_k`.
+#[test]
+fn momentum_correction_is_the_momentum_of_sgd_if_all_is_sent() {
+    let layouts: [&[&str]; 4] = [
+        &["parallel.ranks=2"],
+        &["parallel.ranks=2", "parallel.zero_stage=3", "training.accumulation_steps=2"],
+        &["parallel.ranks=4", HYBRID[0], HYBRID[1], HYBRID[2]],
+        &["parallel.ranks=4", HYBRID[0], HYBRID[1], HYBRID[2], "compression.over='replicas'"],
+    ];
+    for layout in layouts {
+        let without_codec: Vec<&str> = layout.iter().copied().filter(|set| !set.contains("compression.over")).collect();
+        let [with, without] = [0.8, 0.0].map(|momentum| sgd(&without_codec, momentum));
+        assert!(distance(&with, &without) > 0.02, "{layout:?}: momentum shows");
+        let run = |sets: &[&str]| {
+            let sets = [MOMENTUM, layout, sets].concat();
+            let ends = train(&sets, 24);
+            ends.iter().for_each(|end| check_memory(end, &sets));
+            losses(&ends)
+        };
+        let keeps = "compression.top_k_momentum_masking=false";
+        let all = run(&["compression.top_k_density=1.0", keeps]);
+        assert!(distance(&all, &with) < 1e-3, "{layout:?}: {:e}", distance(&all, &with));
+        let masked = run(&["compression.top_k_density=1.0"]);
+        assert!(distance(&masked, &without) < 1e-3, "{layout:?}: {:e}", distance(&masked, &without));
+        let (few, kept) = (run(&[]), run(&[keeps]));
+        let plain = run(&["compression.top_k_momentum=0"]);
+        for (other, name) in [(&plain, "plain"), (&with, "momentum"), (&without, "SGD"), (&kept, "unmasked")] {
+            assert!(distance(&few, other) > 1e-3, "{layout:?}: as {name}");
+        }
+    }
+}
+
+/// Gradients of a warm-up travel as they are, with the same momentum: the weights are those of SGD
+/// to rounding, in which ranks add up velocities and not gradients.
+#[test]
+fn gradients_of_a_warm_up_have_momentum() {
+    let folder = tempfile::tempdir().unwrap();
+    let numbers = |run: BTreeMap<String, Vec<u8>>| -> Vec<f32> {
+        let of_model = run.into_iter().filter(|(name, _)| name.starts_with("model "));
+        of_model
+            .flat_map(|(_, bytes)| bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>())
+            .collect()
+    };
+    for (number, layout) in
+        [&["parallel.ranks=2"][..], HYBRID, &["parallel.ranks=2", "parallel.zero_stage=3"]].into_iter().enumerate()
+    {
+        let train = |name: &str, sets: &[&str]| {
+            numbers(start(folder.path(), &format!("{name}-{number}"), &[MOMENTUM, STEPS, layout, sets].concat()))
+        };
+        let sgd = |momentum: &str| {
+            let momentum = format!("optimizer.momentum={momentum}");
+            let plain = ["compression.gradients='none'", "compression.top_k_momentum=auto", &momentum];
+            train(&momentum.replace(['.', '='], "-"), &plain)
+        };
+        let (with, without, ours) = (sgd("0.8"), sgd("0"), train("warm-up", &["compression.warmup_steps=100"]));
+        let apart = |theirs: &[f32]| ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let (error, distance) = (apart(&with), apart(&without));
+        assert!(error < 1e-5 && distance > 100.0 * error, "{layout:?}: {error:e}, {distance:e} without momentum");
+    }
+}
+
+/// Stages of sharding change no bit of velocities either, nor do other ranks than the predicted
+/// memory says.
+#[test]
+fn what_is_sharded_changes_no_bit_of_velocities() {
+    for replicas in ["parallel.data_parallel_replicate_degree=1", "parallel.data_parallel_replicate_degree=2"] {
+        let mut reference = None;
+        for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
+            let sets = [MOMENTUM, &["parallel.ranks=4", replicas, stage]].concat();
+            let ends = train(&sets, 4);
+            let result = (losses(&ends), weights(&ends));
+            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+            ends.iter().for_each(|end| check_memory(end, &sets));
+        }
+    }
+}
+
+/// The parameters of an outer step lack the mean of what low-rank factors of the changes left out,
+/// where a replica is one rank and where its ranks hold parts of matrices.
+#[test]
+fn outer_parameters_lack_what_low_rank_factors_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = [
+        "optimizer.name='sgd'",
+        "optimizer.momentum=0",
+        "optimizer.clip_norm=0",
+        "optimizer.weight_decay=0",
+        "precision.compute='f32'",
+        "update.rule='local'",
+        "update.every=1",
+        "training.steps=5",
+    ];
+    let numbers = |bytes: &[u8]| -> Vec<f64> {
+        bytes.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
+    };
+    let mut ends = Vec::new();
+    for (number, layout) in [&["parallel.ranks=2"][..], HYBRID].into_iter().enumerate() {
+        let train = |name: &str, rate: &str, codec: &[&str]| {
+            let rate = format!("optimizer.learning_rate={rate}");
+            start(folder.path(), &format!("{name}-{number}"), &[&base, layout, codec, &[rate.as_str()]].concat())
+        };
+        let (exact, first) = (train("exact", "1e-3", &[]), train("first", "1e-20", &[]));
+        let encoded = train("encoded", "1e-3", &["compression.outer='power_sgd'", "compression.rank=2"]);
+        let [mut moved, mut lacking, mut unexplained] = [0.0; 3];
+        for (name, exact) in exact.iter().filter(|(name, _)| name.starts_with("model ")) {
+            let prefix = format!("{}.outer_residual.replica.", name.replace("model ", "residuals "));
+            let of_name = encoded.iter().filter(|(name, _)| name.starts_with(&prefix));
+            let left_out: Vec<Vec<f64>> = of_name.map(|(_, bytes)| numbers(bytes)).collect();
+            assert_eq!(left_out.len(), 2, "{prefix}");
+            let (exact, first, encoded) = (numbers(exact), numbers(&first[name]), numbers(&encoded[name]));
+            for i in 0..exact.len() {
+                let mean = left_out.iter().map(|values| values[i]).sum::<f64>() / 2.0;
+                moved += (exact[i] - first[i]).powi(2);
+                lacking += (encoded[i] - exact[i]).powi(2);
+                unexplained += (encoded[i] + mean - exact[i]).powi(2);
+            }
+        }
+        let [lacking, unexplained] = [lacking, unexplained].map(|squares| (squares / moved).sqrt());
+        assert!(unexplained < 2e-2, "{layout:?}: {unexplained:e} of the way is not explained");
+        assert!(lacking > 3.0 * unexplained, "{layout:?}: {lacking:e} lacks, {unexplained:e} of it unexplained");
+        let of_model = encoded.into_iter().filter(|(name, _)| name.starts_with("model "));
+        ends.push(of_model.flat_map(|(_, bytes)| numbers(&bytes)).collect::<Vec<_>>());
+    }
+    // The factors are those of whole matrices, whatever ranks hold them.
+    let distance = ends[0].iter().zip(&ends[1]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(distance < 1e-7, "{distance:e} between one rank and two ranks of a replica");
+}
+
 /// Between nodes only: the sum in each node is exact, so two ranks in one node change no bit.
 #[test]
 fn messages_between_replicas_alone_can_be_encoded() {
@@ -175,7 +328,7 @@ fn messages_between_replicas_alone_can_be_encoded() {
 
 #[test]
 fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
-    let cases: [(&[&str], &str); 22] = [
+    let cases: [(&[&str], &str); 29] = [
         (&["parallel.ranks=2", "compression.parameters='int8'"], "nothing is gathered; set parallel.zero_stage = 3"),
         (
             &["parallel.ranks=2", "parallel.zero_stage=3", "compression.parameters='one_bit'"],
@@ -215,6 +368,26 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
             ],
             "unbiased by itself",
         ),
+        (&["parallel.ranks=2", "compression.top_k_momentum=0.9"], "compression.gradients is \"none\""),
+        (
+            &["parallel.ranks=2", "compression.gradients='top_k'", "compression.top_k_momentum_masking=false"],
+            "compression.top_k_momentum is 0",
+        ),
+        (
+            &["parallel.ranks=2", "compression.gradients='top_k'", "compression.top_k_momentum=0.9"],
+            "set optimizer.name = \"sgd\"",
+        ),
+        (&[MOMENTUM, &["parallel.ranks=2", "optimizer.momentum=0.9"]].concat(), "the optimizer must not add its own"),
+        (&[MOMENTUM, &["parallel.ranks=2", "compression.top_k_momentum=1.0"]].concat(), "compression.top_k_momentum"),
+        (&[MOMENTUM, &["parallel.ranks=2", "compression.error_feedback=false"]].concat(), "leave it out"),
+        (
+            &[
+                MOMENTUM,
+                &["parallel.ranks=2", "parallel.reduce_schedule='micro_batch'", "training.accumulation_steps=2"],
+            ]
+            .concat(),
+            "ranks would apply it to each micro-batch",
+        ),
         (&["parallel.ranks=2", "compression.rank=2"], "no codec is \"power_sgd\""),
         (&["parallel.ranks=2", POWER_SGD, "compression.rank=0"], "at least 1"),
         (&["parallel.ranks=2", POWER_SGD, "compression.rank=1000000000"], "at most 1024"),
@@ -226,8 +399,14 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
             "the whole gradient of a unit",
         ),
         (
-            &["parallel.ranks=2", "update.rule='diloco'", "compression.outer='power_sgd'"],
-            "outer steps send parts of matrices",
+            &[
+                "parallel.ranks=4",
+                "parallel.tensor_parallel_degree=2",
+                "update.rule='diloco'",
+                "compression.outer='power_sgd'",
+                "compression.error_feedback=false",
+            ],
+            "compression.outer = \"power_sgd\" sends factors of whole matrices",
         ),
     ];
     for (sets, expected) in cases {
@@ -261,10 +440,14 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
     let streaming: &[&str] =
         &["update.fragments=2", "update.overlap=true", "evaluation.interval_steps=3", "data.validation_fraction=0.1"];
     let one_bit_adam = ["compression.gradients='one_bit'", "compression.warmup_steps=2"];
-    let rules: [&[&str]; 10] = [
+    let low_rank: &[&str] =
+        &["update.rule='diloco'", "update.every=3", "compression.outer='power_sgd'", "compression.rank=2"];
+    let rules: [&[&str]; 14] = [
         &[&["parallel.ranks=2", "optimizer.freeze_variance_after=2"], &one_bit_adam[..]].concat(),
         &["parallel.ranks=2", "compression.gradients='one_bit'"],
         &["parallel.ranks=2", "parallel.zero_stage=3", "compression.gradients='top_k'"],
+        &[MOMENTUM, &["parallel.ranks=2", "compression.warmup_steps=2"]].concat(),
+        &[MOMENTUM, HYBRID].concat(),
         &[HYBRID, &["compression.gradients='int4'"]].concat(),
         &[HYBRID, &[POWER_SGD]].concat(),
         &[&["parallel.ranks=2"], diloco].concat(),
@@ -272,6 +455,9 @@ fn runs_with_residuals_and_outer_steps_go_on_with_the_same_bits() {
         &["parallel.ranks=2", "update.rule='local'", "update.every=2"],
         &[&["parallel.ranks=2"], diloco, streaming].concat(),
         &[HYBRID, diloco, &["update.fragments=3"]].concat(),
+        // Each replica has factors of its own gradients.
+        &[HYBRID, low_rank, &[POWER_SGD]].concat(),
+        &[&["parallel.ranks=2"], low_rank, streaming].concat(),
     ];
     for (number, rule) in rules.into_iter().enumerate() {
         let name = format!("whole-{number}");
@@ -338,6 +524,13 @@ fn residuals_move_to_other_layouts_and_away() {
         }
     };
     expect(&two, &["replica.0", "replica.1", "sum"]);
+    let with_velocities = start(folder, "velocities", &[STEPS, MOMENTUM, &["parallel.ranks=2"]].concat());
+    expect(&with_velocities, &["replica.0", "replica.1", "sum"]);
+    let velocities = |run: &BTreeMap<String, Vec<u8>>| -> BTreeSet<String> {
+        let live = run.iter().filter(|(_, bytes)| bytes.iter().any(|byte| *byte != 0));
+        live.filter_map(|(name, _)| Some(name.split_once(".velocity.")?.1.to_owned())).collect()
+    };
+    assert_eq!(velocities(&with_velocities), ["replica.0", "replica.1"].map(str::to_owned).into());
     let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"]
         .map(|key| format!("parallel.{key}=auto"));
     let auto: Vec<&str> = auto.iter().map(String::as_str).collect();
@@ -351,6 +544,9 @@ fn residuals_move_to_other_layouts_and_away() {
     expect(&three, &["replica.0", "replica.1", "replica.2", "sum"]);
     let none = on("none", &["parallel.ranks=2", "compression.gradients='none'"]);
     expect(&none, &[]);
+    let four = ["parallel.ranks=4", "parallel.zero_stage=2", "training.steps=6", "checkpoint.interval_steps=1"];
+    let four = go_on(folder, "velocities", "four-velocities", 5, &[&auto[..], &four].concat());
+    assert_eq!(velocities(&four), ["rank.0", "rank.1", "rank.2", "rank.3"].map(str::to_owned).into());
 }
 
 /// Gradients of the first steps travel as they are: the bits of a run without a codec while the

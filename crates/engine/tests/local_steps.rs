@@ -69,9 +69,13 @@ fn the_first_outer_step_of_diloco_goes_further_than_the_mean() {
 #[test]
 fn replicas_end_alike_and_layouts_inside_them_change_no_bit() {
     let rule = ["update.rule='diloco'", "update.every=3", "parallel.data_parallel_replicate_degree=2"];
-    for codec in
-        [&[][..], &["compression.outer='int8'"], &["compression.outer='one_bit'"], &["compression.outer='bf16'"]]
-    {
+    for codec in [
+        &[][..],
+        &["compression.outer='int8'"],
+        &["compression.outer='one_bit'"],
+        &["compression.outer='bf16'"],
+        &["compression.outer='power_sgd'", "compression.rank=2"],
+    ] {
         let mut reference = None;
         for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
             let sets = [&rule[..], codec, &["parallel.ranks=4", stage]].concat();
@@ -104,6 +108,7 @@ fn replicas_apart_learn_about_as_much_as_together() {
         (local, parts, 0.173),
         (diloco, &[], -0.115),
         (diloco, &["compression.outer='int4'"], -0.114),
+        (diloco, &["compression.outer='power_sgd'", "compression.rank=8"], 0.142),
         (diloco, &["update.fragments=4", "update.overlap=true"], 0.075),
     ] {
         let ends = train(&[two, rule, more].concat(), 60);
@@ -197,7 +202,7 @@ fn fragments_beside_steps_do_what_the_algorithm_says() {
 #[test]
 fn fragments_end_alike_in_every_layout_with_the_predicted_memory() {
     for how in [&["update.fragments=3"][..], &["update.overlap=true"], &["update.fragments=3", "update.overlap=true"]] {
-        for codec in [&[][..], &["compression.outer='int4'"]] {
+        for codec in [&[][..], &["compression.outer='int4'"], &["compression.outer='power_sgd'"]] {
             let mut reference = None;
             for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
                 let rule = ["update.rule='diloco'", "update.every=3", "parallel.data_parallel_replicate_degree=2"];

@@ -28,6 +28,8 @@ fn step(step: u64) -> StepMetrics {
         loss_scale: None,
         drift: None,
         staleness: None,
+        dropped_pushes: None,
+        late: false,
         sparsity: None,
         penalty: None,
         experts: None,

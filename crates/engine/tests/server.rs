@@ -125,6 +125,81 @@ fn a_worker_is_ahead_of_another_by_the_bound_and_no_more() {
     assert!(ends[0].outcomes[..11].iter().all(|outcome| !outcome.server.unwrap().is_drained));
 }
 
+/// Worker 2 does not begin its first step before worker 0 is in its last one. So the updates are
+/// those of workers 0 and 1 alone, and two gradients in each are counted as dropped: that of the
+/// first step came too late, and the worker left the others out.
+#[test]
+fn updates_do_not_wait_for_back_up_workers() {
+    const STEPS: u64 = 9;
+    let base = ["update.rule='server'", "precision.compute='f32'", "optimizer.name='sgd'", "optimizer.momentum=0"];
+    let two = train(&[&base[..], &["parallel.ranks=2", "training.global_batch_size=4"]].concat(), STEPS);
+    for servers in ["update.servers=1", "update.servers=3"] {
+        let three =
+            ["parallel.ranks=3", "training.global_batch_size=6", "update.backup_workers=1", "update.every=40", servers];
+        let resolved = resolved(&[&base[..], &three].concat());
+        let begun = AtomicU64::new(0);
+        let rows = resolved.batch.micro * resolved.batch.accumulation;
+        let load = |device: &Device, model: &Model, step: u64, first: usize, count: usize| -> Result<_, EngineError> {
+            if first < rows {
+                begun.store(step + 1, Ordering::SeqCst);
+            }
+            let waits = Instant::now();
+            while first >= 2 * rows && begun.load(Ordering::SeqCst) < STEPS {
+                assert!(waits.elapsed() < Duration::from_secs(60), "an update waits for worker 2");
+                std::thread::yield_now();
+            }
+            Ok(batch(device, model, step, first, count))
+        };
+        let ends: Vec<End> = std::thread::scope(|scope| {
+            let (resolved, load) = (&resolved, &load);
+            let ranks = local::World::new(3).into_iter().map(|world| {
+                let train =
+                    move |world| train_rank_with(resolved, world, STEPS, load, |_| Faults::new([], Hang::ForEver));
+                scope.spawn(move || run(world, train).unwrap())
+            });
+            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        let expected = losses(&two);
+        let of_updates = ends[0].outcomes[..STEPS as usize - 1].iter().map(|outcome| outcome.loss);
+        for (step, (ours, theirs)) in of_updates.zip(&expected).enumerate() {
+            assert!((ours - theirs).abs() <= 1e-5 * theirs, "{servers}, step {step}: {ours} and {theirs}");
+        }
+        let dropped: u64 = ends[0].outcomes.iter().filter_map(|outcome| outcome.dropped_pushes).sum();
+        assert!((STEPS - 1..=STEPS).contains(&dropped), "{servers}: {dropped}");
+        let late = |end: &End| end.outcomes.iter().filter(|outcome| outcome.late).count() as u64;
+        assert!(late(&ends[0]) + late(&ends[1]) == 0 && late(&ends[2]) >= STEPS - 2, "{servers}: {}", late(&ends[2]));
+        let tokens: Vec<u64> = ends[2].outcomes.iter().map(|outcome| outcome.tokens).collect();
+        assert!(tokens.iter().all(|count| *count == ends[0].outcomes[0].tokens), "samples of late steps count as seen");
+        let last: Vec<f64> = ends.iter().map(|end| end.outcomes[STEPS as usize - 1].loss).collect();
+        assert!(last.iter().all(|loss| *loss == last[0]), "{last:?}");
+        ends.iter().for_each(|end| check_memory(end, &[servers]));
+    }
+}
+
+/// Random delays at instructions of all ranks, with every number of back-up workers: each update
+/// takes as many gradients as it must, all ranks end with the same loss, and memory is what is
+/// predicted.
+#[test]
+fn late_instructions_with_back_up_workers_change_no_memory() {
+    for (backups, servers, seed) in [(1, 1, 1), (1, 3, 2), (2, 3, 3)] {
+        let (backup_set, servers) = (format!("update.backup_workers={backups}"), format!("update.servers={servers}"));
+        let sets = [
+            "parallel.ranks=3",
+            "training.global_batch_size=6",
+            "update.rule='server'",
+            &backup_set,
+            &servers,
+            "update.every=6",
+        ];
+        let ends = train_late(&sets, 12, seed);
+        ends.iter().for_each(|end| check_memory(end, &sets));
+        let dropped: u64 = ends[0].outcomes.iter().filter_map(|outcome| outcome.dropped_pushes).sum();
+        assert!(dropped <= 12 * backups, "{sets:?}: {dropped} dropped");
+        let last: Vec<f64> = ends.iter().map(|end| end.outcomes[11].loss).collect();
+        assert!(last.iter().all(|loss| *loss == last[0] && loss.is_finite()), "{last:?}");
+    }
+}
+
 /// Worker 1 stops before its second step. Worker 0 goes on as far as it may; then its pull names
 /// worker 1.
 #[test]
@@ -178,7 +253,7 @@ fn late_instructions_change_no_bound_and_no_memory() {
 #[test]
 fn settings_that_do_not_go_with_a_parameter_server_are_refused() {
     let (two, server) = ("parallel.ranks=2", "update.rule='server'");
-    let cases: [(&[&str], &str); 18] = [
+    let cases: [(&[&str], &str); 21] = [
         (&[server], "each rank is a worker"),
         (&[two, "update.servers=1"], "update.rule is \"synchronous\""),
         (&[two, "update.rule='diloco'", "update.staleness=1"], "update.rule is \"diloco\""),
@@ -187,6 +262,9 @@ fn settings_that_do_not_go_with_a_parameter_server_are_refused() {
         (&[two, server, "update.servers=0"], "at least 1"),
         (&[two, server, "update.staleness=2000"], "update.staleness"),
         (&[two, server, "update.every=10"], "update.staleness is 0"),
+        (&[two, server, "update.backup_workers=2"], "update.backup_workers"),
+        (&[two, server, "update.backup_workers=1", "update.staleness=1"], "set one of them to 0"),
+        (&[two, "update.backup_workers=1"], "update.rule is \"synchronous\""),
         (&[two, server, "update.outer_momentum=0.9"], "update.rule is \"server\""),
         (&[two, server, "precision.compute='f16'"], "precision.compute = \"f32\" or \"bf16\""),
         (&[two, server, "memory.offload.optimizer='disk'"], "no memory.offload"),

@@ -187,6 +187,17 @@ pub struct Encoding {
     pub over: Axis,
     /// True if a rank keeps what its messages left out and adds it to the next (error feedback).
     pub feedback: bool,
+    /// True if a rank sends the velocities of its gradients, which it keeps beside what its
+    /// messages left out (momentum correction of `top_k`, Lin et al. 2018).
+    #[serde(default)]
+    pub momentum: bool,
+}
+
+impl Encoding {
+    /// Messages in the form of `codec` over all ranks of `over`, with feedback if it is asked for.
+    pub const fn new(codec: Codec, over: Axis, feedback: bool) -> Encoding {
+        Encoding { codec, over, feedback, momentum: false }
+    }
 }
 
 impl Encoding {

@@ -23,7 +23,12 @@ impl fmt::Display for Program {
         let server = self.server.map_or_else(String::new, |server| {
             let index = self.rank;
             let hosts = if index < server.servers { format!(" and server {index}") } else { String::new() };
-            format!(", worker{hosts} of {} servers, staleness {}", server.servers, server.staleness)
+            let backups = match server.backups {
+                0 => String::new(),
+                1 => ", 1 back-up worker".to_owned(),
+                count => format!(", {count} back-up workers"),
+            };
+            format!(", worker{hosts} of {} servers, staleness {}{backups}", server.servers, server.staleness)
         });
         let fragment = self.fragment.map_or_else(String::new, |Fragment { index, count, overlaps }| {
             let beside = if overlaps { ", beside the step" } else { "" };
@@ -101,11 +106,16 @@ fn details(instruction: &Instruction) -> String {
         details.push(format!("moves {}", size(instruction.bytes)));
     }
     if let Some(encoding) = &instruction.encoding {
-        let Encoding { codec, over, feedback } = encoding;
+        let Encoding { codec, over, feedback, momentum } = encoding;
         let axis = if *over == Axis::Replicate { Axis::Replicate } else { Axis::Shard };
         let sent = size(instruction.sent_bytes(axis, instruction.bytes));
         let over = if *over == Axis::Shard { String::new() } else { unless(*over, Axis::Data) };
-        details.push(format!("as {codec}{over} {sent}{}", if *feedback { ", with feedback" } else { "" }));
+        let with = match (feedback, momentum) {
+            (_, true) => ", with feedback and momentum",
+            (true, false) => ", with feedback",
+            (false, false) => "",
+        };
+        details.push(format!("as {codec}{over} {sent}{with}"));
     }
     for effect in &instruction.effects {
         let sign = if effect.bytes < 0 { '-' } else { '+' };

@@ -246,7 +246,7 @@ impl Program {
     /// True if ranks exchange the numbers of their targets before they compute. Workers that need
     /// not wait for each other do not: servers learn the numbers from them.
     pub fn counts_over_ranks(&self) -> bool {
-        self.server.is_none_or(|server| server.staleness == 0)
+        self.server.is_none_or(|server| server.staleness == 0 && server.backups == 0)
     }
 
     /// True if the parameters of `unit` lie in a tier while they are not used.

@@ -209,6 +209,10 @@ pub struct ParameterServer {
     /// The bound of staleness (Ho et al. 2013): a worker begins step `c` once the updates of steps
     /// `0..c - staleness` are in its parameters.
     pub staleness: u32,
+    /// The number of workers without whose gradients an update is made if they are late (back-up
+    /// workers, Chen et al. 2016).
+    #[serde(default)]
+    pub backups: u32,
 }
 
 /// A memory below the device's, to which state can be offloaded.
@@ -692,6 +696,8 @@ fn validate_server(mesh: &Mesh, strategy: &Strategy) -> Result<(), StrategyError
         (mesh.ranks() == workers && workers > 1, "several data ranks in one shard group, and no other parallelism"),
         (strategy.zero_stage == 1, "sharded masters and whole parameters and gradients: ZeRO stage 1"),
         (server.servers > 0 && workers.is_multiple_of(server.servers), "a number of servers that divides its workers"),
+        (server.backups < workers, "fewer back-up workers than workers"),
+        (server.backups == 0 || server.staleness == 0, "a staleness of 0 with back-up workers"),
         (strategy.reduce_schedule == ReduceSchedule::PerStep, "one push of each unit's gradient in a step"),
         (strategy.gradients.is_none() && strategy.outer.is_none(), "messages that are not encoded"),
     ];

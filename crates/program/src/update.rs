@@ -2,7 +2,9 @@
 //! unit.
 
 use crate::lower::Lowering;
-use crate::{Action, Axis, Codec, Effect, Encoding, Instruction, MemoryKind, ParameterServer, State, StepKind, Tier};
+use crate::{
+    Action, Axis, Codec, Effect, Encoding, Instruction, MemoryKind, ParameterServer, PowerSgd, State, StepKind, Tier,
+};
 
 /// Words of 8 bytes that a worker sends with a commit beside its losses: four of the request, two
 /// numbers of targets, the learning rate, the limit of the norm, and the number of updates.
@@ -255,33 +257,47 @@ impl Lowering<'_> {
     }
 
     /// Bytes of the residuals of error feedback: for the rank's contribution to each sum, and for
-    /// its share of each sum over replicas. With low-rank factors, those of Q and of the whole
-    /// gradient.
+    /// its share of each sum over replicas; and of velocities. With low-rank factors, those of Q
+    /// and of the whole gradient, or of the changes that the rank holds.
     fn residuals(&self) -> i64 {
         let mesh = self.sizes.mesh;
         let (shards, replicas) = (u64::from(mesh.shard_degree()), u64::from(mesh.dp_replicate));
-        let with_feedback = |encoding: Option<Encoding>| encoding.filter(|encoding| encoding.feedback);
-        let low_rank = self.strategy.gradients.and_then(|encoding| match encoding.codec {
-            Codec::PowerSgd(codec) => Some(codec),
-            Codec::Blocks(_) => None,
-        });
-        let of = |unit: u32| {
+        let is_apart = self.strategy.kind.is_apart();
+        let over_replicas = |part: u64| if replicas > 1 { part + part.div_ceil(replicas) } else { 0 };
+        let of_gradient = |unit: u32, encoding: Encoding| {
             let whole = self.sizes.trained(unit, 4);
-            let over_replicas = |part: u64| if replicas > 1 { part + part.div_ceil(replicas) } else { 0 };
-            if let Some(codec) = low_rank {
+            if let Codec::PowerSgd(codec) = encoding.codec {
+                let left_out = if encoding.feedback { whole } else { 0 };
                 let summed = mesh.degree(self.strategy.kind.gradient_axis()) > 1;
-                let q = 4 * codec.factors_of(&self.sizes.model.units[unit as usize].matrices).q;
-                let left_out = if with_feedback(self.strategy.gradients).is_some() { whole } else { 0 };
-                return if summed { q + left_out } else { 0 };
+                return if summed { self.bytes_of_q(unit, codec) + left_out } else { 0 };
             }
-            let gradients = with_feedback(self.strategy.gradients).map_or(0, |encoding| {
-                let in_group = if shards > 1 && encoding.is_over(Axis::Shard) { whole } else { 0 };
-                let across = !self.strategy.kind.is_apart();
-                in_group + if across { over_replicas(whole / shards) } else { 0 }
-            });
-            let outer = with_feedback(self.strategy.outer).filter(|_| self.strategy.kind.is_apart());
-            gradients + outer.map_or(0, |_| over_replicas(self.sizes.held(unit, self.sizes.placement.masters, 4)))
+            if !encoding.feedback {
+                return 0;
+            }
+            let in_group = if shards > 1 && encoding.is_over(Axis::Shard) { whole } else { 0 };
+            let part = if is_apart || replicas == 1 { 0 } else { whole / shards };
+            // Velocities lie beside what the rank's own contribution left out.
+            let velocity = if in_group > 0 { in_group } else { part };
+            in_group + over_replicas(part) + if encoding.momentum { velocity } else { 0 }
+        };
+        let of_outer = |unit: u32, encoding: Encoding| {
+            let held = self.sizes.held(unit, self.sizes.placement.masters, 4);
+            match encoding.codec {
+                Codec::PowerSgd(codec) => self.bytes_of_q(unit, codec) + if encoding.feedback { held } else { 0 },
+                Codec::Blocks(_) if encoding.feedback => over_replicas(held),
+                Codec::Blocks(_) => 0,
+            }
+        };
+        let of = |unit: u32| {
+            let gradients = self.strategy.gradients.map_or(0, |encoding| of_gradient(unit, encoding));
+            let outer = self.strategy.outer.filter(|_| is_apart);
+            gradients + outer.map_or(0, |encoding| of_outer(unit, encoding))
         };
         self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64
+    }
+
+    /// Bytes of the factors Q of a unit.
+    fn bytes_of_q(&self, unit: u32, codec: PowerSgd) -> u64 {
+        4 * codec.factors_of(&self.sizes.model.units[unit as usize].matrices).q
     }
 }

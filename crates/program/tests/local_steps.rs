@@ -21,7 +21,7 @@ fn inner_and_outer_steps_of_random_lowerings_pass_the_checker() {
         .prop_map(|drawn| drawn.map(|(index, overlaps)| Fragment { index, count: 3, overlaps }));
     let drawn = (common::cases(6), kind, over, any::<bool>(), fragment);
     let checked = runner.run(&drawn, |(case, kind, over, feedback, fragment)| {
-        let encoding = Some(Encoding { codec: Codec::Blocks(BlockCodec::Int8), over, feedback });
+        let encoding = Some(Encoding::new(Codec::Blocks(BlockCodec::Int8), over, feedback));
         let offload = if kind == StepKind::Synchronous { case.strategy.offload } else { Offload::default() };
         let strategy = How {
             kind,
@@ -160,14 +160,13 @@ fn offloaded_state_and_elastic_bits_do_not_go_with_training_apart() {
     let optimizer = Some(trainyard_program::Tier::Disk);
     says(How { offload: Offload { optimizer, ..Offload::default() }, ..apart.clone() }, "leave out their offload");
     says(How { elastic: true, ..apart }, "leave out compression and local steps");
-    let gradients = Some(Encoding { codec: Codec::Blocks(BlockCodec::OneBit), over: Axis::Data, feedback: true });
+    let gradients = Some(Encoding::new(Codec::Blocks(BlockCodec::OneBit), Axis::Data, true));
     says(How { elastic: true, gradients, ..How::new(4) }, "leave out compression");
 }
 
 #[test]
 fn a_listing_names_the_codec_and_the_bytes_before_and_after() {
-    let gradients =
-        Some(Encoding { codec: Codec::Blocks(BlockCodec::TopK { kept: 41 }), over: Axis::Data, feedback: true });
+    let gradients = Some(Encoding::new(Codec::Blocks(BlockCodec::TopK { kept: 41 }), Axis::Data, true));
     let strategy = How { gradients, ..How::new(4) };
     let program = lower_rank(&common::model(4), &Mesh::data(2, 1), &strategy, 0).unwrap();
     let text = program.to_string();

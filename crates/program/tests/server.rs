@@ -8,7 +8,7 @@ use trainyard_program::{
 };
 
 fn strategy(servers: u32, staleness: u32) -> How {
-    let server = Some(ParameterServer { servers, staleness });
+    let server = Some(ParameterServer { servers, staleness, backups: 0 });
     How { kind: StepKind::Stale, server, zero_stage: 1, ..How::new(4) }
 }
 

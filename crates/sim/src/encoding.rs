@@ -38,11 +38,15 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
     let passes = if matches!(codec, BlockCodec::TopK { .. }) { 5.0 } else { 1.0 };
     let encode = passes * (4.0 + if encoding.feedback { 8.0 } else { 0.0 }) + wire;
     let decode = |messages: f64| messages * wire + 4.0;
-    let group = if in_group { shards * elements * encode + elements * decode(shards) } else { 0.0 };
+    // Velocities are read and written where a rank encodes its own gradient.
+    let velocity = |own: bool| if encoding.momentum && own { 8.0 } else { 0.0 };
+    let group = shards * elements * (encode + velocity(true)) + elements * decode(shards);
+    let group = if in_group { group } else { 0.0 };
     // Each rank encodes its part for all replicas, adds up a share of it, encodes the sum of the
     // share, and decodes the sums of all.
     let share = elements / replicas;
-    let replicated = elements * encode + share * (decode(replicas) + encode) + elements * decode(1.0);
+    let contribution = elements * (encode + velocity(!in_group));
+    let replicated = contribution + share * (decode(replicas) + encode) + elements * decode(1.0);
     group + if across { replicated } else { 0.0 }
 }
 
@@ -67,13 +71,13 @@ mod tests {
             let program = lower_rank(&model, &mesh, &Strategy { gradients, ..Strategy::new(2) }, 0).unwrap();
             program.instructions.iter().map(|instruction| encoding_bytes(&program, instruction)).sum()
         };
-        let int8 = |feedback| Some(Encoding { codec: Codec::Blocks(BlockCodec::Int8), over: Axis::Data, feedback });
+        let int8 = |feedback| Some(Encoding::new(Codec::Blocks(BlockCodec::Int8), Axis::Data, feedback));
         assert_eq!(work(Mesh::data(4, 1), None), 0.0);
         assert_eq!(work(Mesh::data(1, 1), int8(true)), 0.0);
         let plain = work(Mesh::data(2, 1), int8(false));
         assert!(plain > 0.0 && work(Mesh::data(2, 1), int8(true)) > plain);
         assert!(work(Mesh::data(2, 2), int8(false)) > work(Mesh::data(1, 2), int8(false)));
-        let gathers = Some(Encoding { codec: Codec::Blocks(BlockCodec::Int8), over: Axis::Shard, feedback: false });
+        let gathers = Some(Encoding::new(Codec::Blocks(BlockCodec::Int8), Axis::Shard, false));
         let strategy = Strategy { gathers, zero_stage: 3, ..Strategy::new(2) };
         let program = lower_rank(&model, &Mesh::data(1, 2), &strategy, 0).unwrap();
         let gather = program.instructions.iter().find(|at| matches!(at.action, Action::Gather { .. })).unwrap();

@@ -718,6 +718,9 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
             format!("; {each:.2} ms for an image, {all:.1} ms for the {images} of a step with data.workers = {workers}{hint}")
         });
         let staleness = summary.staleness.as_deref().map(staleness).unwrap_or_default();
+        let dropped = summary
+            .dropped_pushes
+            .map_or(String::new(), |dropped| format!("dropped      {} gradients that came too late\n", count(dropped)));
         text += &format!(
             "speed        {speed}{share}\n\
              {}\
@@ -725,6 +728,7 @@ fn describe(session: &Session, summary: &Summary, verbosity: Verbosity) -> Strin
              data         {:.3} % of the time waiting for it{preparing}\n\
              {exchange}\
              {staleness}\
+             {dropped}\
              first step   done {:.2} s after the program's start\n",
             times(session, summary, verbosity),
             peaks(summary, verbosity),

@@ -23,6 +23,7 @@
 #[macro_use]
 mod blocks;
 pub mod low_rank;
+pub mod momentum;
 pub mod oracle;
 
 use crate::number::left_span;

@@ -24,11 +24,12 @@ const STALENESS_MAX: u64 = 1 << 10;
 impl Resolver {
     /// Resolves the keys of a parameter server; None with another rule.
     pub(super) fn server(&mut self, parallel: &Parallel) -> Option<ServerRule> {
-        let UpdateSection { rule, every, servers, staleness, .. } = self.config.update.clone();
+        let UpdateSection { rule, every, servers, staleness, backup_workers, .. } = self.config.update.clone();
         if rule != UpdateRule::Server {
             let because = format!("update.rule is \"{rule}\"");
             self.unused("update.servers", &servers, &because);
             self.unused("update.staleness", &staleness, &because);
+            self.unused("update.backup_workers", &backup_workers, &because);
             return None;
         }
         self.refuse_with_server(parallel);
@@ -45,7 +46,21 @@ impl Resolver {
         let because = "the bits of synchronous steps";
         let staleness = self.settle("update.staleness", &staleness, 0, because);
         self.count("update.staleness", Some(staleness as u64), 0, STALENESS_MAX);
-        let every = if staleness == 0 {
+        self.count(
+            "update.backup_workers",
+            backup_workers.map(|count| count as u64),
+            0,
+            workers.saturating_sub(1) as u64,
+        );
+        let backups = backup_workers.unwrap_or(0).min(workers.saturating_sub(1));
+        if backups > 0 && staleness > 0 {
+            let message = format!(
+                "update.backup_workers = {backups} makes each step's update without late workers, and update.staleness = {staleness} waits for \
+                 them later: set one of them to 0"
+            );
+            self.problem("update.backup_workers", message);
+        }
+        let every = if staleness == 0 && backups == 0 {
             self.unused("update.every", &every, "update.staleness is 0, and workers have all updates after every step");
             1
         } else {
@@ -53,7 +68,7 @@ impl Resolver {
             self.count("update.every", Some(every as u64), 1, super::resolve_update::EVERY_MAX);
             (every as u64).clamp(1, super::resolve_update::EVERY_MAX)
         };
-        let server = ParameterServer { servers: servers as u32, staleness: staleness as u32 };
+        let server = ParameterServer { servers: servers as u32, staleness: staleness as u32, backups: backups as u32 };
         Some(ServerRule { server, every })
     }
 

@@ -5,7 +5,7 @@ use super::sections::*;
 use super::sections_parallel::*;
 use super::sections_precision::Fp8Recipe;
 use super::{Batch, DeviceKind, Parallel, ServerRule};
-use crate::encoded::CodeRounding;
+use crate::encoded::{CodeRounding, MomentumCorrection};
 use crate::outer::OuterSettings;
 use crate::rank::Compression;
 use serde::Serialize;
@@ -167,12 +167,15 @@ impl Resolver {
             outer,
             over,
             top_k_density,
+            top_k_momentum: _,
+            top_k_momentum_masking: _,
             rank,
             error_feedback,
             rounding,
             warmup_steps,
         } = section;
         let parameters = self.gathered(parameters, parallel);
+        let momentum = self.momentum_correction(parallel);
         let used = [gradients, outer].into_iter().filter(|codec| *codec != CompressionCodec::None).collect::<Vec<_>>();
         let is = |codec: CompressionCodec| used.contains(&codec);
         if !is(CompressionCodec::TopK) {
@@ -224,16 +227,59 @@ impl Resolver {
         let because = if needs { "the codec drops much of a message" } else { "the codec's error is small" };
         let feedback = self.settle("compression.error_feedback", &error_feedback, needs && !by_chance, because);
         let over = if over == CompressionOver::All { Axis::Data } else { Axis::Replicate };
-        let encoding = |codec: Option<Codec>| codec.map(|codec| Encoding { codec, over, feedback });
+        let encoding = |codec: Option<Codec>| codec.map(|codec| Encoding::new(codec, over, feedback));
+        let of_gradients = |encoding| Encoding { momentum: momentum.is_some(), ..encoding };
         let compression = Compression {
             warmup_steps: if gradients.is_some() { warmup_steps.unwrap_or(0) } else { 0 },
-            gradients: encoding(gradients),
+            gradients: encoding(gradients).map(of_gradients),
             parameters,
             outer: encoding(outer),
             rounding: if by_chance { CodeRounding::Stochastic } else { CodeRounding::Nearest },
+            momentum,
         };
         self.check_compression(parallel, apart.is_some(), batch, &compression);
         compression
+    }
+
+    /// The momentum that ranks apply to gradients before `top_k` chooses; None without any.
+    fn momentum_correction(&mut self, parallel: &Parallel) -> Option<MomentumCorrection> {
+        const KEY: &str = "compression.top_k_momentum";
+        let CompressionSection { gradients, top_k_momentum, top_k_momentum_masking, error_feedback, .. } =
+            self.config.compression.clone();
+        if gradients != CompressionCodec::TopK {
+            let because = format!("compression.gradients is \"{gradients}\"");
+            self.unused(KEY, &top_k_momentum, &because);
+            self.unused("compression.top_k_momentum_masking", &top_k_momentum_masking, &because);
+            return None;
+        }
+        let factor = top_k_momentum.unwrap_or(0.0);
+        self.within(KEY, factor, 0.0, 1.0 - f64::EPSILON / 2.0);
+        if factor == 0.0 {
+            let because = "compression.top_k_momentum is 0";
+            self.unused("compression.top_k_momentum_masking", &top_k_momentum_masking, because);
+            return None;
+        }
+        let because = "gradients of long ago do not push on (Lin et al. 2018)";
+        let masking = self.settle("compression.top_k_momentum_masking", &top_k_momentum_masking, true, because);
+        let optimizer = &self.config.optimizer;
+        let problems = [
+            (
+                optimizer.name != OptimizerName::Sgd || optimizer.momentum != Some(0.0),
+                "replaces the momentum of SGD, and the optimizer must not add its own: set optimizer.name = \"sgd\" and optimizer.momentum = 0",
+            ),
+            (
+                error_feedback == Some(false),
+                "adds velocities to what earlier messages left out, which compression.error_feedback = false drops: leave it out",
+            ),
+            (
+                parallel.reduce_schedule == ReduceSchedule::MicroBatch,
+                "counts steps, and ranks would apply it to each micro-batch: set parallel.reduce_schedule = \"step\"",
+            ),
+        ];
+        for (_, problem) in problems.into_iter().filter(|(found, _)| *found) {
+            self.problem(KEY, format!("{KEY} {problem}"));
+        }
+        Some(MomentumCorrection { factor, masking })
     }
 
     /// The codec of gathered parameters.
@@ -299,8 +345,12 @@ impl Resolver {
             let message = "compression.outer has no effect: update.rule is \"synchronous\", and there are no outer steps; set it to \"none\"";
             self.problem("compression.outer", message);
         }
-        if outer.is_some_and(|encoding| matches!(encoding.codec, Codec::PowerSgd(_))) {
-            let message = "compression.outer = \"power_sgd\" does not run, because outer steps send parts of matrices: use \"int8\" or \"int4\"";
+        let is_low_rank = |encoding: &Encoding| matches!(encoding.codec, Codec::PowerSgd(_));
+        if outer.is_some_and(|encoding| is_low_rank(&encoding))
+            && parallel.tensor * parallel.pipeline * parallel.context > 1
+        {
+            let message = "compression.outer = \"power_sgd\" sends factors of whole matrices, of which tensor- and context-parallel ranks and \
+                           pipeline stages hold parts: use tensor, context and pipeline degrees of 1, or \"int8\"";
             self.problem("compression.outer", message);
         }
         if let Some(encoding) = gradients.filter(|encoding| matches!(encoding.codec, Codec::PowerSgd(_))) {

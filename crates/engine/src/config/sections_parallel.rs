@@ -167,7 +167,7 @@ section! {
         #[elsewhere("semi_sync_method")]
         rule: UpdateRule = UpdateRule::Synchronous;
         /// Steps that each replica takes by itself before their changes are averaged. The last step
-        /// of a run averages too. With `server` and a staleness: steps until all workers wait for
+        /// of a run averages too. With `server` and a staleness or back-up workers: steps until all workers wait for
         /// all updates and hear of a request to stop. Unset, with these rules: 50.
         #[elsewhere("sync_steps", "sync_every", "local_steps")]
         every: Option<usize> = None;
@@ -195,6 +195,11 @@ section! {
         /// 2013). 0: none. Unset, with `server`: 0.
         #[elsewhere("staleness_bound", "max_staleness")]
         staleness: Option<usize> = None;
+        /// Workers without whose gradients a step's update is made if they are late (Chen et al.
+        /// 2016). Late gradients are dropped, and their samples count as seen. With a staleness of
+        /// 0. Unset: 0.
+        #[elsewhere("backup_workers")]
+        backup_workers: Option<usize> = None;
     }
 }
 
@@ -260,6 +265,13 @@ section! {
         /// The share of elements that `top_k` sends. Unset: 0.01.
         #[elsewhere("compress_ratio", "sparsity")]
         top_k_density: Option<f64> = None;
+        /// The momentum that each rank applies to its gradients before `top_k` chooses (momentum
+        /// correction, Lin et al. 2018), in place of the optimizer's: with `sgd` and
+        /// `optimizer.momentum` 0. Takes 4 bytes per element of a rank's gradient. Unset: 0, none.
+        top_k_momentum: Option<f64> = None;
+        /// Clear the momentum of each element that is sent (momentum factor masking). Unset: true.
+        #[elsewhere("momentum_masking")]
+        top_k_momentum_masking: Option<bool> = None;
         /// Columns of the factors that `power_sgd` sends of each matrix. Unset: 4.
         #[elsewhere("matrix_approximation_rank")]
         rank: Option<usize> = None;

@@ -93,6 +93,12 @@ pub struct StepMetrics {
     /// number of updates that the pulled parameters lacked. Entry 0 counts pulls that lacked none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staleness: Option<Vec<u64>>,
+    /// With back-up workers: the pushes that updates were made without since the step before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropped_pushes: Option<u64>,
+    /// True if rank 0 computed nothing in the step, because its update had been made without it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub late: bool,
     /// The share of weights that are zero, of those that rank 0 prunes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sparsity: Option<f64>,
@@ -474,6 +480,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     let staleness = m.staleness.as_deref().and_then(mean_staleness);
     scalars.extend(staleness.map(|mean| ("staleness/mean".to_owned(), mean)));
     scalars.extend(m.penalty.map(|penalty| ("consolidation_penalty".to_owned(), penalty)));
+    scalars.extend(m.dropped_pushes.map(|dropped| ("dropped_pushes".to_owned(), dropped as f64)));
     scalars.extend(m.sparsity.map(|share| ("sparsity".to_owned(), share)));
     let experts = m.experts.map(|experts| {
         [
@@ -534,6 +541,8 @@ pub(crate) mod tests {
             loss_scale: None,
             drift: None,
             staleness: None,
+            dropped_pushes: None,
+            late: false,
             sparsity: None,
             penalty: None,
             experts: None,

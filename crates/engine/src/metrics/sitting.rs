@@ -63,6 +63,8 @@ pub struct Sitting {
     pub mfu: Sample,
     /// With a parameter server, the pulls by the number of updates that their parameters lacked.
     pub staleness: Option<Vec<u64>>,
+    /// With back-up workers, the pushes that updates were made without.
+    pub dropped_pushes: Option<u64>,
     total_s: f64,
     data_wait_s: f64,
     comm_s: f64,
@@ -70,16 +72,21 @@ pub struct Sitting {
 }
 
 impl Sitting {
-    /// Adds a step.
+    /// Adds a step. One that rank 0 left out says nothing about speed.
     pub fn add(&mut self, step: &StepMetrics) {
         self.steps += 1;
-        self.step_s.add(step.step_s);
-        self.tps.add(step.tps);
-        step.mfu.into_iter().for_each(|mfu| self.mfu.add(mfu));
+        if !step.late {
+            self.step_s.add(step.step_s);
+            self.tps.add(step.tps);
+            step.mfu.into_iter().for_each(|mfu| self.mfu.add(mfu));
+        }
         if let Some(pulls) = &step.staleness {
             let sum = self.staleness.get_or_insert_default();
             sum.resize(sum.len().max(pulls.len()), 0);
             sum.iter_mut().zip(pulls).for_each(|(sum, pulls)| *sum += pulls);
+        }
+        if let Some(dropped) = step.dropped_pushes {
+            *self.dropped_pushes.get_or_insert_default() += dropped;
         }
         self.total_s += step.step_s;
         self.data_wait_s += step.data_wait_s;

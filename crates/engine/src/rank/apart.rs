@@ -4,6 +4,7 @@
 use super::Rank;
 use crate::Result;
 use crate::encoded::{Residual, ResidualOf};
+use crate::power_sgd::LowRankSums;
 use crate::state::{lock, overlap};
 use crate::tier::Stored;
 use std::collections::BTreeSet;
@@ -15,6 +16,14 @@ use trainyard_tensor::Tensor;
 pub(crate) struct NamedResidual {
     pub name: String,
     pub residual: Residual,
+}
+
+/// The factors with which the next low-rank sums of a unit begin.
+pub(crate) struct LowRankStart {
+    pub name: String,
+    /// True if each replica has others. Otherwise all ranks have the same.
+    pub is_of_replica: bool,
+    pub q: Tensor,
 }
 
 impl Rank {
@@ -75,7 +84,7 @@ impl Rank {
         overlap(&unit.layout().range(id.index as usize), &unit.held_masters())
     }
 
-    /// The residuals that this rank holds.
+    /// The residuals that this rank holds, and the velocities beside them.
     pub(crate) fn residuals(&self) -> Vec<NamedResidual> {
         let links = lock(&self.reduce_links);
         let replica = links.replicate.index();
@@ -98,33 +107,39 @@ impl Rank {
         let mut all: Vec<NamedResidual> = Vec::new();
         if let Some(encoded) = &links.encoded {
             all.extend(encoded.residuals(replica, own).into_iter().map(named("residual")));
+            all.extend(encoded.velocities(own).into_iter().map(named("velocity")));
         }
         if let Some(low_rank) = &links.low_rank {
-            let residual = |(unit, values): (usize, &Tensor)| Residual {
-                of: ResidualOf::Group,
-                unit,
-                within: 0..values.elements(),
-                values: values.clone(),
-            };
-            all.extend(low_rank.residuals().map(residual).map(named("residual")));
+            all.extend(low_rank.residuals(ResidualOf::Group).map(named("residual")));
         }
-        let outer = self.outer.as_ref().map(lock);
-        if let Some(encoded) = outer.as_ref().and_then(|outer| outer.encoded.as_ref()) {
-            all.extend(encoded.residuals(replica, masters).into_iter().map(named("outer_residual")));
+        if let Some(outer) = self.outer.as_ref().map(lock) {
+            let of_blocks = outer.sums.encoded.iter().flat_map(|sums| sums.residuals(replica, masters));
+            let low_rank = outer.sums.low_rank.iter().flat_map(|sums| sums.residuals(ResidualOf::Replica));
+            all.extend(of_blocks.chain(low_rank).map(named("outer_residual")));
         }
         all
     }
 
-    /// The factors with which the next low-rank sums begin, by unit, under their names. All ranks
-    /// have the same.
-    pub(crate) fn low_rank_starts(&self) -> Vec<(String, Tensor)> {
+    /// The factors with which the next low-rank sums begin, by unit.
+    pub(crate) fn low_rank_starts(&self) -> Vec<LowRankStart> {
         let links = lock(&self.reduce_links);
-        let named =
-            |(unit, q): (usize, &Tensor)| (format!("{}.power_sgd", self.model().units()[unit].name()), q.clone());
-        links.low_rank.iter().flat_map(|low_rank| low_rank.starts().map(named).collect::<Vec<_>>()).collect()
+        let named = |what: &'static str, is_of_replica: bool| {
+            move |(unit, q): (usize, &Tensor)| {
+                let name = format!("{}.{what}", self.model().units()[unit].name());
+                LowRankStart { name, is_of_replica, q: q.clone() }
+            }
+        };
+        // Replicas that train apart sum gradients apart.
+        let of_gradients = links.low_rank.iter().flat_map(LowRankSums::starts);
+        let mut all: Vec<LowRankStart> = of_gradients.map(named("power_sgd", self.is_apart())).collect();
+        if let Some(outer) = self.outer.as_ref().map(lock) {
+            let of_outer = outer.sums.low_rank.iter().flat_map(LowRankSums::starts);
+            all.extend(of_outer.map(named("outer_power_sgd", false)));
+        }
+        all
     }
 
-    /// The names of the residuals that all ranks hold together.
+    /// The names of the residuals and velocities that all ranks hold together.
     pub(crate) fn residual_names(&self) -> BTreeSet<String> {
         let replicas = self.replica().1;
         let ranks = self.parameters.holding().data.1;

@@ -29,7 +29,7 @@ mod replicas;
 mod step;
 mod worker;
 
-pub(crate) use apart::NamedResidual;
+pub(crate) use apart::{LowRankStart, NamedResidual};
 pub use graphs::{kept, stretch};
 pub(crate) use offload::Setting;
 pub use pace::Pace;
@@ -39,7 +39,7 @@ pub use step::{Launches, ServerStep, StepOutcome, StepSettings};
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
 use crate::constraints::WeightConstraints;
-use crate::encoded::{CodeRounding, EncodedSums, Moment, UnitExtents};
+use crate::encoded::{CodeRounding, EncodedSums, Moment, MomentumCorrection, SumSettings, UnitExtents};
 use crate::experts::ExpertExchange;
 use crate::faults::Faults;
 use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
@@ -47,8 +47,9 @@ use crate::health::SpikeLimits;
 use crate::lanes::{self, Handler};
 use crate::links::{ComputeLinks, GatherLinks, Link, Links, PipelineLinks, ReduceLinks, Reduction};
 use crate::optimizer::Optimizer;
-use crate::outer::{OuterSettings, OuterStep, master_range};
+use crate::outer::{OuterSettings, OuterStep, OuterSums, master_range};
 use crate::positions::{Doing, Positions};
+use crate::power_sgd::LowRankSums;
 use crate::precision::LossScaler;
 use crate::server::Worker;
 use crate::state::{GradientState, Holding, ParameterState, initial_values, lock};
@@ -172,6 +173,8 @@ pub struct Compression {
     pub outer: Option<Encoding>,
     /// The rounding between two codes.
     pub rounding: CodeRounding,
+    /// The momentum that ranks apply to gradients before they choose the largest elements.
+    pub momentum: Option<MomentumCorrection>,
 }
 
 impl RankSettings {
@@ -488,11 +491,17 @@ impl Rank {
         if let Some(worker) = &rank.worker {
             worker.begin(rank.updates());
         }
-        let step = &RunningStep::new(program, settings);
-        let first = lock(step.ledger()).start();
-        rank.take_for(&first, step)?;
+        let is_late = rank.worker.as_ref().is_some_and(Worker::is_late);
+        let step = &RunningStep::new(program, settings, is_late);
+        if !is_late {
+            let first = lock(step.ledger()).start();
+            rank.take_for(&first, step)?;
+        }
         let events = &Events::new(&rank.device, program)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
+            if !step.runs(instruction.action) {
+                return Ok(());
+            }
             tag_calls(number as u32);
             let what = program.name_of(instruction);
             let at = Position { step: settings.step, instruction: number as u32, what };
@@ -578,6 +587,9 @@ impl Rank {
         }
         let one = |number: usize, instruction: &Instruction| {
             perform(number, instruction, &mut |at| {
+                if step.is_late() {
+                    return rank.compute(number, instruction, step);
+                }
                 rank.gradients.give_back(step.reductions_done(&instruction.after));
                 rank.before(step, instruction)?;
                 match instruction.action {
@@ -628,6 +640,8 @@ impl Rank {
         let mut outcome = step.outcome();
         outcome.penalty = rank.penalty(step)?;
         outcome.staleness = rank.worker.as_ref().and_then(Worker::take_staleness);
+        outcome.dropped_pushes = rank.worker.as_ref().and_then(Worker::take_dropped);
+        outcome.late = is_late;
         outcome.began = (!rank.device.is_meta()).then_some(began);
         outcome.take_times(program, spans);
         Ok(outcome)
@@ -745,21 +759,26 @@ fn outer_step(
     settings: &RankSettings,
 ) -> Result<Option<OuterStep>> {
     let Some(outer) = settings.outer else { return Ok(None) };
-    let encoded = settings.compression.outer.map(|encoding| {
-        let Codec::Blocks(codec) = encoding.codec else {
-            return Err(crate::state::does_not_fit(
-                "outer steps send parts of matrices, and low-rank factors need whole ones",
-            ));
-        };
-        let extents = |unit: usize| {
-            let layout = UnitLayout::new(holding.parameters(model, unit), holding.shards);
-            UnitExtents::new(&layout, 0, master_range(model, holding, unit))
-        };
-        let units: Vec<_> = (0..model.units().len()).map(extents).collect();
-        let rounding = (settings.compression.rounding, settings.seed);
-        EncodedSums::new(device, units, (encoding, codec), rounding, &Link::default(), &links.replicate)
-    });
-    Ok(Some(OuterStep::new(device, model, holding, outer, encoded.transpose()?)?))
+    let layout = |unit: usize| UnitLayout::new(holding.parameters(model, unit), holding.shards);
+    let (units, seed) = (0..model.units().len(), settings.seed);
+    let mut sums = OuterSums::default();
+    match settings.compression.outer {
+        None => {}
+        Some(encoding @ Encoding { codec: Codec::Blocks(codec), .. }) => {
+            let extents = |unit: usize| UnitExtents::new(&layout(unit), 0, master_range(model, holding, unit));
+            let extents: Vec<_> = units.map(extents).collect();
+            let of_sums = SumSettings { rounding: settings.compression.rounding, seed, momentum: None };
+            let alone = Link::default();
+            let encoded = EncodedSums::new(device, extents, (encoding, codec), of_sums, &alone, &links.replicate)?;
+            sums.encoded = Some(encoded);
+        }
+        Some(Encoding { codec: Codec::PowerSgd(codec), feedback, .. }) => {
+            let layouts: Vec<_> = units.map(layout).collect();
+            let held = |unit: usize| master_range(model, holding, unit);
+            sums.low_rank = Some(LowRankSums::new(device, model, &layouts, codec, feedback, seed, held)?);
+        }
+    }
+    Ok(Some(OuterStep::new(device, model, holding, outer, sums)?))
 }
 
 /// The model without divided rows and sequences; None if neither are divided.

@@ -52,6 +52,11 @@ pub struct StepOutcome {
     /// With a server on this rank: the pulls that it has answered since the step before, of all
     /// workers, by the number of updates that their parameters lacked.
     pub staleness: Option<Vec<u64>>,
+    /// With a server on this rank and back-up workers: the pushes that updates were made without
+    /// since the step before.
+    pub dropped_pushes: Option<u64>,
+    /// True if this rank left the step out, because its update had been made without it.
+    pub late: bool,
     /// The zeros that this rank's updates keep; no weights if nothing is pruned, or the update was
     /// skipped.
     pub sparsity: Sparsity,
@@ -155,6 +160,8 @@ fn leaves(instruction: &Instruction) -> Option<(u32, u32)> {
 pub(super) struct RunningStep<'p> {
     program: &'p Program,
     settings: StepSettings,
+    /// True if the step's update has been made without this rank, which therefore computes nothing.
+    is_late: bool,
     /// True if each micro-batch has its own gradients, which are folded or reduced one by one.
     apart: bool,
     batches: Mutex<Vec<Option<Batch>>>,
@@ -189,7 +196,7 @@ pub(super) struct Carried {
 }
 
 impl<'p> RunningStep<'p> {
-    pub fn new(program: &'p Program, settings: StepSettings) -> RunningStep<'p> {
+    pub fn new(program: &'p Program, settings: StepSettings, is_late: bool) -> RunningStep<'p> {
         let micro_batches = program.micro_batches as usize;
         let carried = Carried {
             passes: Passes::default(),
@@ -200,6 +207,7 @@ impl<'p> RunningStep<'p> {
         RunningStep {
             program,
             settings,
+            is_late,
             apart: program.instructions.iter().any(|instruction| {
                 matches!(instruction.action, Action::Fold { .. } | Action::Reduce { accumulate: true, .. })
             }),
@@ -233,6 +241,18 @@ impl<'p> RunningStep<'p> {
 
     pub fn ledger(&self) -> &Mutex<Ledger> {
         &self.ledger
+    }
+
+    /// True if the step's update has been made without this rank.
+    pub fn is_late(&self) -> bool {
+        self.is_late
+    }
+
+    /// True if the rank runs an instruction. A late worker takes its samples and, in the end, new
+    /// parameters, and computes nothing.
+    pub fn runs(&self, action: Action) -> bool {
+        use Action::{Commit, Count, Load, Pull, Snapshot};
+        !self.is_late || matches!(action, Load { .. } | Count { .. } | Commit | Pull { .. } | Snapshot)
     }
 
     /// True if each micro-batch has its own gradients.

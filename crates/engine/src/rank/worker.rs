@@ -10,7 +10,7 @@ use crate::server::{Commit, Server, Worker};
 use crate::state::{ParameterState, lock};
 use std::sync::Arc;
 use trainyard_comm::Position;
-use trainyard_program::Action;
+use trainyard_program::{Action, StepKind};
 use trainyard_tensor::Device;
 
 /// The worker of a rank, with the server that it hosts, if the rank's program has a parameter
@@ -49,6 +49,10 @@ impl Rank {
     /// until the update is known.
     pub(super) fn commit(&self, step: &RunningStep<'_>, carried: &mut Carried) -> Result<()> {
         let worker = self.worker(Action::Commit)?;
+        if step.is_late() {
+            worker.leave_out();
+            return Ok(());
+        }
         self.gradients.end_backward()?;
         let losses = carried.losses.iter_mut().map(|loss| self.read_loss(loss.take())).collect::<Result<Vec<_>>>()?;
         let (targets, divisor) = (step.own_targets(), step.targets().max(1));
@@ -64,19 +68,26 @@ impl Rank {
     pub(super) fn pull(&self, unit: u32, staleness: u32, step: &RunningStep<'_>) -> Result<()> {
         let worker = self.worker(Action::Pull { unit, staleness })?;
         let unit = unit as usize;
-        worker.pull(unit, staleness, self.parameters.unit(unit), self.parameters.holding())?;
+        let program = step.program();
+        let (has_backups, ends_round) = (worker.has_backups(), program.kind == StepKind::Drained);
+        // The next step is left out too if its update is made. Parameters come with the last one.
+        if ends_round || !worker.is_late() {
+            worker.pull(unit, staleness, self.parameters.unit(unit), self.parameters.holding())?;
+        }
         let version = worker.heard();
         lock(&self.core).updates = worker.updates();
         let mut outcome = lock(&step.outcome);
         outcome.gradient_norm = version.gradient_norm;
-        let is_drained = staleness == 0;
-        if is_drained {
+        let is_drained = staleness == 0 && (ends_round || !has_backups);
+        if is_drained || has_backups {
             outcome.loss = version.loss;
+        }
+        if is_drained {
             outcome.skipped = version.skipped_in_a_row > 0;
         }
-        let bound = step.program().server.map_or(0, |server| server.staleness);
+        let bound = program.server.map_or(0, |server| server.staleness);
         let skipped_in_a_row = version.skipped_in_a_row;
-        outcome.server = (bound > 0).then_some(ServerStep { is_drained, skipped_in_a_row });
+        outcome.server = (bound > 0 || has_backups).then_some(ServerStep { is_drained, skipped_in_a_row });
         Ok(())
     }
 }

@@ -13,6 +13,11 @@
 //! clocks. With a staleness of 0 every version is the one that synchronous training has, bit by
 //! bit.
 //!
+//! With back-up workers (Chen et al. 2016) an update is made once all workers but these have
+//! committed. The first server chooses whose gradients all servers take. A worker that learns from
+//! a pull that the updates of its next steps are made leaves these steps out and goes on with the
+//! newest parameters: its clock becomes their version.
+//!
 //! | file | holds |
 //! |---|---|
 //! | `clocks` | the accounting of commits and versions, without threads or tensors |
@@ -25,7 +30,7 @@
 //! steps. The program has the worker's side of every message, with its bytes. On meta the work of a
 //! server is done inside the commit, so its memory and kernels are predicted.
 //!
-//! There are no workers that join or leave, and no updates without the slowest workers.
+//! There are no workers that join or leave.
 
 mod clocks;
 mod service;

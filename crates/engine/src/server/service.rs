@@ -39,7 +39,7 @@ impl Service {
         };
         let mut service = Service { server: Arc::clone(server), connections: Vec::new(), updates: None };
         let make_updates = |server: &Server, links: &ServerLinks| {
-            while let Some(commits) = server.next_commits() {
+            while let Some(commits) = server.next_commits(&links.servers)? {
                 server.apply(&commits, Some(&links.servers))?;
             }
             Ok(())

@@ -6,6 +6,7 @@ use crate::Result;
 use crate::optimizer::{Optimizer, Rates};
 use crate::rank::in_order;
 use crate::state::{ParameterState, does_not_fit, lock};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use trainyard_comm::number::left_span;
@@ -24,6 +25,7 @@ pub(crate) struct Server {
     /// The units of which the server owns something, ascending.
     units: Vec<Owned>,
     staleness: u64,
+    backups: usize,
     workers: usize,
     /// By worker, and by clock modulo `staleness + 1`: the gradients of all units.
     gradients: Vec<Vec<Tensor>>,
@@ -38,6 +40,8 @@ pub(crate) struct Server {
     /// Per number of clocks, the pulls of all workers whose parameters lacked that many updates,
     /// since they were last asked for.
     staleness_of_pulls: Mutex<Vec<u64>>,
+    /// The pushes that updates were made without, since they were last asked for.
+    dropped: AtomicU64,
     closed: Mutex<bool>,
 }
 
@@ -77,6 +81,7 @@ impl Server {
             }
         }
         let (workers, staleness) = (holding.shards, u64::from(settings.staleness));
+        let backups = settings.backups as usize;
         let of_clock = |_| device.zeros([at], DType::F32, Purpose::Comm);
         let of_worker = |_| (0..=staleness).map(of_clock).collect::<std::result::Result<Vec<_>, _>>();
         let gradients = (0..workers).map(of_worker).collect::<std::result::Result<_, _>>()?;
@@ -88,14 +93,16 @@ impl Server {
             optimizer: Arc::clone(optimizer),
             units,
             staleness,
+            backups,
             workers,
             gradients,
             copies: Mutex::new(copies),
             squares: Mutex::new(ChunkSums::new(device, &elements, UnitLayout::QUANTUM)?),
-            clocks: Mutex::new(Clocks::new(workers, staleness)),
+            clocks: Mutex::new(Clocks::new(workers, staleness, backups)),
             changed: Condvar::new(),
             published: RwLock::default(),
             staleness_of_pulls: Mutex::new(vec![0; staleness as usize + 1]),
+            dropped: AtomicU64::new(0),
             closed: Mutex::new(false),
         }))
     }
@@ -184,12 +191,31 @@ impl Server {
         Ok(())
     }
 
-    /// Waits for the commits of all workers for the next clock; None once the server is closed.
-    pub fn next_commits(&self) -> Option<Vec<Commit>> {
+    /// Waits for the commits of the next clock: those of all workers, or of all but the back-up
+    /// workers. All of `servers` take those of the same workers, which the first one chooses. None
+    /// once the server is closed.
+    ///
+    /// # Errors
+    /// The failure of the world.
+    pub fn next_commits(&self, servers: &Communicator) -> Result<Option<Vec<(usize, Commit)>>> {
+        let Some(mut workers) = self.wait_until(|clocks| clocks.due()) else { return Ok(None) };
+        if self.backups > 0 && servers.size() > 1 {
+            let mut chosen = vec![0u64; self.workers];
+            workers.iter().for_each(|worker| chosen[*worker] = 1);
+            servers.broadcast(&mut chosen, 0)?;
+            workers = (0..self.workers).filter(|worker| chosen[*worker] != 0).collect();
+        }
+        let has_failed = || servers.failure().map(|failure| Err(failure.into()));
+        let found = |clocks: &Clocks| clocks.commits_of(&workers).map(Ok).or_else(has_failed);
+        self.wait_until(found).transpose()
+    }
+
+    /// Waits until `find` finds something in the clocks; None once the server is closed.
+    fn wait_until<T>(&self, find: impl Fn(&Clocks) -> Option<T>) -> Option<T> {
         let mut clocks = lock(&self.clocks);
         loop {
-            if let Some(commits) = clocks.due() {
-                return Some(commits);
+            if let Some(found) = find(&clocks) {
+                return Some(found);
             }
             if *lock(&self.closed) {
                 return None;
@@ -211,24 +237,32 @@ impl Server {
         std::mem::replace(&mut pulls, fresh)
     }
 
-    /// Sums the gradients of a clock over workers, takes the norm with the other `servers`, and
+    /// The pushes since the last call that came too late for their update, or never came; None
+    /// without back-up workers.
+    pub fn take_dropped(&self) -> Option<u64> {
+        (self.backups > 0).then(|| self.dropped.swap(0, Ordering::Relaxed))
+    }
+
+    /// Sums the gradients of a clock over the workers of `commits`, takes the norm with the other `servers`, and
     /// makes the update, unless the loss or the norm is not finite. All servers call this together;
     /// None is for a prediction.
-    pub fn apply(&self, commits: &[Commit], servers: Option<&Communicator>) -> Result<()> {
-        let clock = commits[0].clock;
-        let targets: u64 = commits.iter().map(|commit| commit.targets).sum();
+    pub fn apply(&self, commits: &[(usize, Commit)], servers: Option<&Communicator>) -> Result<()> {
+        let (first, Commit { clock, rate_factor, clip_norm, updates_before, .. }) = commits[0].clone();
+        let targets: u64 = commits.iter().map(|(_, commit)| commit.targets).sum();
+        self.dropped.fetch_add((self.workers - commits.len()) as u64, Ordering::Relaxed);
         // Workers that do not wait for each other divide by the number of targets that all would
         // have if each had as many. Where that is right, no bit changes.
         let weight = |commit: &Commit| commit.divisor as f64 / targets.max(1) as f64;
         let slot = (clock % (self.staleness + 1)) as usize;
-        for (worker, commit) in commits.iter().enumerate().filter(|(_, commit)| commit.divisor != targets.max(1)) {
-            scale(&self.gradients[worker][slot], weight(commit) as f32)?;
+        for (worker, commit) in commits.iter().filter(|(_, commit)| commit.divisor != targets.max(1)) {
+            scale(&self.gradients[*worker][slot], weight(commit) as f32)?;
         }
         let chunks = {
             let mut squares = lock(&self.squares);
             for (index, owned) in self.units.iter().enumerate() {
-                let of_worker = |gradients: &Vec<Tensor>| gradients[slot].view(owned.at, [owned.elements()]);
-                let of_workers = self.gradients.iter().map(of_worker).collect::<std::result::Result<Vec<_>, _>>()?;
+                let of_worker =
+                    |(worker, _): &(usize, Commit)| self.gradients[*worker][slot].view(owned.at, [owned.elements()]);
+                let of_workers = commits.iter().map(of_worker).collect::<std::result::Result<Vec<_>, _>>()?;
                 squares.add_up(index, sum_by_tree(&of_workers)?)?;
             }
             squares.read()?
@@ -243,12 +277,11 @@ impl Server {
             None => chunks,
         };
         let gradient_norm = chunks.iter().flatten().sum::<f64>().sqrt();
-        let losses = commits.iter().flat_map(|commit| commit.losses.iter().map(move |loss| loss * weight(commit)));
+        let losses = commits.iter().flat_map(|(_, commit)| commit.losses.iter().map(move |loss| loss * weight(commit)));
         let loss = losses.sum::<f64>();
         let updates = gradient_norm.is_finite() && loss.is_finite();
         let mut published = self.published.write().unwrap_or_else(PoisonError::into_inner);
         let made = published.updates + u64::from(updates);
-        let Commit { rate_factor, clip_norm, updates_before, .. } = commits[0];
         if updates {
             let clip = match clip_norm {
                 Some(limit) if gradient_norm > limit => limit / gradient_norm,
@@ -257,7 +290,7 @@ impl Server {
             let update = updates_before + made;
             let rates = Rates { factor: rate_factor, gradient_scale: clip as f32, update, average: None };
             for owned in &self.units {
-                let gradient = self.gradients[0][slot].view(owned.at, [owned.elements()])?;
+                let gradient = self.gradients[first][slot].view(owned.at, [owned.elements()])?;
                 self.optimizer.update_masters(owned.unit, &owned.masters, &gradient, rates)?;
             }
         }

@@ -17,6 +17,8 @@ pub(crate) struct Worker {
     own: Option<Arc<Server>>,
     /// Number of servers: the first ranks.
     servers: usize,
+    /// True if updates are made without the gradients of late workers.
+    has_backups: bool,
     /// The step, counted from the start of the sitting.
     clock: AtomicU64,
     /// The newest version that an answer had.
@@ -38,7 +40,8 @@ impl Worker {
         };
         let (clock, updates_before) = (AtomicU64::new(0), AtomicU64::new(0));
         let servers = holding.owners();
-        Ok(Worker { links, own, servers, clock, heard: Mutex::default(), updates_before, service })
+        let has_backups = holding.server.is_some_and(|server| server.backups > 0);
+        Ok(Worker { links, own, servers, has_backups, clock, heard: Mutex::default(), updates_before, service })
     }
 
     /// Begins a step. `updates` is the number of updates of the run so far.
@@ -46,6 +49,22 @@ impl Worker {
         if self.clock() == 0 {
             self.updates_before.store(updates, Ordering::Relaxed);
         }
+    }
+
+    /// True if the update of the step that the worker is in has been made without it, as far as it
+    /// has heard. Its gradient would be dropped.
+    pub fn is_late(&self) -> bool {
+        self.has_backups && self.heard().number > self.clock()
+    }
+
+    /// Goes on to the next step without a gradient for this one.
+    pub fn leave_out(&self) {
+        self.clock.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// True if updates are made without the gradients of late workers.
+    pub fn has_backups(&self) -> bool {
+        self.has_backups
     }
 
     fn clock(&self) -> u64 {
@@ -98,8 +117,8 @@ impl Worker {
         let Some(links) = &self.links else {
             // The work of the server, for its price and its memory.
             let Some(own) = &self.own else { return Ok(()) };
-            let commits = vec![commit; own.workers()];
-            commits.iter().enumerate().try_for_each(|(worker, commit)| own.commit(worker, commit.clone()))?;
+            let commits: Vec<_> = (0..own.workers()).map(|worker| (worker, commit.clone())).collect();
+            commits.iter().try_for_each(|(worker, commit)| own.commit(*worker, commit.clone()))?;
             return own.apply(&commits, None);
         };
         let numbers = commit.numbers();
@@ -140,6 +159,12 @@ impl Worker {
             }
         }
         Ok(())
+    }
+
+    /// The pushes that this rank's server has made updates without since the last call; None if it
+    /// hosts none, or there are no back-up workers.
+    pub fn take_dropped(&self) -> Option<u64> {
+        self.own.as_ref().and_then(|own| own.take_dropped())
     }
 
     /// The pulls that this rank's server has answered since the last call, by the number of updates

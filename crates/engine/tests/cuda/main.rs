@@ -165,6 +165,7 @@ fn names(records: &[Record]) -> Vec<&'static str> {
 #[test]
 fn a_step_is_launched_in_order_and_takes_the_memory_that_meta_predicts() {
     let adamw = &["adamw"][..];
+    let mixture = &["adamw", "sign_step"];
     let muon = &[
         "adamw",
         "muon_average",
@@ -199,8 +200,8 @@ fn a_step_is_launched_in_order_and_takes_the_memory_that_meta_predicts() {
         (GPT2, &["precision.compute=bf16", "model.dropout=0.1"], adamw),
         (GPT2, &["precision.compute=f32", "activation_checkpointing.mode=selective"], adamw),
         (LLAMA, &["precision.fp8=hybrid", "training.accumulation_steps=2"], adamw),
-        (MIXTURE, &["precision.compute=bf16", "training.accumulation_steps=2"], adamw),
-        (MIXTURE, &["precision.compute=f32", "activation_checkpointing.mode=full"], adamw),
+        (MIXTURE, &["precision.compute=bf16", "training.accumulation_steps=2"], mixture),
+        (MIXTURE, &["precision.compute=f32", "activation_checkpointing.mode=full"], mixture),
         (GPT2, &["precision.fp8=hybrid", "activation_checkpointing.mode=full"], adamw),
         (LLAMA, &["precision.compute=bf16", "optimizer.name=muon"], muon),
         (GPT2, &["precision.compute=bf16", "optimizer.name=adafactor", "optimizer.relative_step=true"], adafactor),

@@ -127,6 +127,15 @@ const APART: &[&str] = &["parallel.ranks=2", "update.rule=diloco", "update.every
 const SERVER: &[&str] = &["parallel.ranks=2", "update.rule=server"];
 const INT8: &[&str] = &["parallel.ranks=2", "compression.gradients=int8"];
 const TOP_K: &[&str] = &["parallel.ranks=2", "compression.gradients=top_k"];
+const SGD_TOP_K: &[&str] =
+    &["parallel.ranks=2", "compression.gradients=top_k", "optimizer.name=sgd", "optimizer.momentum=0"];
+const TOP_K_MOMENTUM: &[&str] = &[
+    "parallel.ranks=2",
+    "compression.gradients=top_k",
+    "optimizer.name=sgd",
+    "optimizer.momentum=0",
+    "compression.top_k_momentum=0.9",
+];
 const POWER_SGD: &[&str] = &["parallel.ranks=2", "compression.gradients=power_sgd"];
 const HYBRID_INT8: &[&str] = &[
     "parallel.ranks=4",
@@ -448,11 +457,14 @@ pub const ROWS: &[Row] = &[
     row("update.mixing", OVERLAPPED, &["update.mixing=0.1"], Losses),
     row("update.servers", SERVER, &["update.servers=1"], Memory),
     row("update.staleness", SERVER, &["update.staleness=2"], Memory),
+    row("update.backup_workers", SERVER, &["update.backup_workers=1"], Program),
     row("compression.gradients", TWO, &["compression.gradients=int8"], Program),
     row("compression.parameters", SHARDED, &["compression.parameters=int8"], Program),
     row("compression.outer", APART, &["compression.outer=int8"], Losses),
     row("compression.over", HYBRID_INT8, &["compression.over=replicas"], Program),
     row("compression.top_k_density", TOP_K, &["compression.top_k_density=0.1"], Program),
+    row("compression.top_k_momentum", SGD_TOP_K, &["compression.top_k_momentum=0.9"], Memory),
+    row("compression.top_k_momentum_masking", TOP_K_MOMENTUM, &["compression.top_k_momentum_masking=false"], Losses),
     row("compression.rank", POWER_SGD, &["compression.rank=1"], Program),
     row("compression.error_feedback", INT8, &["compression.error_feedback=true"], Memory),
     row("compression.warmup_steps", INT8, &["compression.warmup_steps=1"], Losses),
