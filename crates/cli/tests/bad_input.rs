@@ -58,7 +58,11 @@ const CASES: &[Case] = &[
     case(&["train", "tiny.toml", "--set", "model.path=Qwen/Qwen3-0.6B"], 1, &["hf download Qwen/Qwen3-0.6B "]),
     case(&["train", "tiny.toml", "--data", "HuggingFaceFW/fineweb"], 1, &["--repo-type dataset"]),
     // Paths: the message says where they were looked for.
-    case(&["train", "gone.toml"], 1, &["cannot read gone.toml (looked for at /", "/gone.toml): ", "`trainyard config print`"]),
+    case(
+        &["train", "gone.toml"],
+        1,
+        &["cannot read gone.toml (looked for at /", "/gone.toml): ", "`trainyard config print`"],
+    ),
     case(
         &["train", "tiny.toml", "--data", "sub/gone.txt"],
         1,

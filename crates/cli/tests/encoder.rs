@@ -139,7 +139,11 @@ fn plans_are_made_and_named_models_are_found() {
     // Nothing runs this model on GPUs, so no plan is shown that looks as if.
     let sizes = ["--cluster", "1x8xH100", "--global-batch", "64", "--sequence-length", "626"];
     let refused = folder.run(&[&["plan", "--model", "t5-base", "--runnable"], &sizes[..]].concat());
-    assert!(refused.code == Some(1) && refused.stderr.contains("no models with an encoder on GPUs yet"), "{}", refused.stderr);
+    assert!(
+        refused.code == Some(1) && refused.stderr.contains("no models with an encoder on GPUs yet"),
+        "{}",
+        refused.stderr
+    );
 }
 
 #[test]

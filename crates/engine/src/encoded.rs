@@ -319,8 +319,8 @@ impl EncodedSums {
         self.units.get(unit)?.velocity.clone().filter(|_| of == self.contribution)
     }
 
-    /// Makes velocities of `values`, if the contribution to the sum `of` has momentum: for gradients
-    /// that travel as they are during a warm-up.
+    /// Makes velocities of `values`, if the contribution to the sum `of` has momentum: for
+    /// gradients that travel as they are during a warm-up.
     pub(crate) fn apply_momentum(&self, unit: usize, of: ResidualOf, values: &Tensor) -> Result<()> {
         let (Some(momentum), Some(mut velocity)) = (self.momentum, self.velocity(unit, of)) else { return Ok(()) };
         if values.device().is_meta() {

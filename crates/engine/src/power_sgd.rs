@@ -75,7 +75,7 @@ struct Unit {
     elements: usize,
     /// Those of them that this rank contributes to sums.
     held: Range<usize>,
-    /// What sums left out of `held`. None without error feedback.
+    /// The part of `held` that sums left out. None without error feedback.
     residual: Option<Tensor>,
 }
 

@@ -12,8 +12,8 @@
 //! - `averages`: the average of the weights over steps, under the names of the parameters;
 //! - `residuals`: what encoded messages left out, per parameter and rank (`...residual.rank.3`),
 //!   and the velocities of momentum correction (`...velocity.rank.3`);
-//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit (those of gradients
-//!   of replicas that train apart `...replica.3`);
+//! - `low_rank`: the factors Q with which the next low-rank sums begin, per unit (those of
+//!   gradients of replicas that train apart `...replica.3`);
 //! - `outer`: the momentum of outer steps. The parameters in `model` are then those of the last
 //!   one;
 //! - `replicas`: the optimizer's state and the counts of all replicas but the first
@@ -25,6 +25,7 @@
 mod averages;
 mod consolidation;
 mod low_rank;
+mod residuals;
 
 pub use averages::load_averages;
 pub(crate) use consolidation::load_consolidation;
@@ -35,7 +36,7 @@ use crate::fp8::AmaxHistory;
 use crate::health::History;
 use crate::optimizer::StatePart;
 use crate::precision::LossScaler;
-use crate::rank::{LowRankStart, NamedResidual, Rank, Setting};
+use crate::rank::{LowRankStart, Rank, Setting};
 use crate::state::{does_not_fit, overlap};
 use crate::tier::Stored;
 use crate::{EngineError, Result};
@@ -45,7 +46,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trainyard_autograd::ParamId;
 use trainyard_model::{ParameterSpec, Patch};
-use trainyard_tensor::{DType, Purpose, Tensor, ops};
+use trainyard_tensor::{DType, Tensor};
 
 /// The state of a run besides tensors: everything else that an exact resumption needs.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -273,7 +274,7 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
         let of_all = all_names(rank)
             .into_iter()
             .flat_map(|of| names.iter().map(move |name| format!("{of}.{name}")).collect::<Vec<_>>());
-        parts.push((RESIDUALS, residuals(rank, copies)?, of_all.collect()));
+        parts.push((RESIDUALS, residuals::regions(rank, copies)?, of_all.collect()));
     }
     if !rank.low_rank_starts().is_empty() {
         parts.push((low_rank::PART, low_rank::regions(rank, copies)?, low_rank::names(rank)));
@@ -320,48 +321,6 @@ fn momenta(rank: &Rank, writes: &Writes, copies: bool) -> Result<Vec<Region<'sta
         if let Some(momentum) = rank.outer_momentum(id)?.filter(|_| !pieces.is_empty()) {
             let stored = [(Stored::Here(momentum), held.len())];
             all.push(region(momentum_name(&name_of(rank, id)), spec.whole_shape().to_vec(), pieces, &stored, copies)?);
-        }
-    }
-    Ok(all)
-}
-
-/// The residuals that this rank holds, by parameter.
-fn residuals(rank: &Rank, copies: bool) -> Result<Vec<Region<'static>>> {
-    let mut all = Vec::new();
-    for named in rank.residuals() {
-        for ResidualPart { id, spec, held, values } in of_parameters(rank, &named)? {
-            let pieces = Writes::all().pieces(id.unit as usize, &spec, &held);
-            let name = format!("{}.{}", name_of(rank, id), named.name);
-            let stored = [(Stored::Here(values), held.len())];
-            all.push(region(name, spec.whole_shape().to_vec(), pieces, &stored, copies)?);
-        }
-    }
-    Ok(all)
-}
-
-/// The part of a residual that belongs to a parameter.
-struct ResidualPart {
-    id: ParamId,
-    spec: ParameterSpec,
-    /// The parameter's elements.
-    held: Range<usize>,
-    /// Their values.
-    values: Tensor,
-}
-
-/// The parts of a residual that belong to parameters.
-fn of_parameters(rank: &Rank, named: &NamedResidual) -> Result<Vec<ResidualPart>> {
-    let NamedResidual { residual, .. } = named;
-    let layout = rank.parameters.unit(residual.unit).layout();
-    let mut all = Vec::new();
-    for (index, spec) in rank.model().units()[residual.unit].parameters().iter().enumerate() {
-        let of_parameter = layout.range(index);
-        let held = overlap(&of_parameter, &residual.within);
-        if !held.is_empty() {
-            let id = ParamId { unit: residual.unit as u32, index: index as u32 };
-            let values = residual.values.view(held.start - residual.within.start, [held.len()])?;
-            let held = held.start - of_parameter.start..held.end - of_parameter.start;
-            all.push(ResidualPart { id, spec: spec.clone(), held, values });
         }
     }
     Ok(all)
@@ -544,7 +503,7 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     })?;
     state.averaged = averages::restore(rank, checkpoint, state.averaged)?;
     restore_apart(rank, checkpoint, own)?;
-    restore_residuals(rank, checkpoint)?;
+    residuals::restore(rank, checkpoint)?;
     low_rank::restore(rank, checkpoint)?;
     if own > 0 {
         let ReplicaState { updates, skipped_in_a_row, skipped, history } = read_replica_state(checkpoint, own)?;
@@ -580,38 +539,6 @@ fn restore_apart(rank: &mut Rank, checkpoint: &Checkpoint, own: usize) -> Result
             Setting::Masters,
         )?;
         rank.set_in_round(true);
-    }
-    Ok(())
-}
-
-/// Restores residuals and velocities. Those of ranks that there are no more are added to those of
-/// the first: what was left out is sent by whoever is there, and the sum of velocities stays.
-fn restore_residuals(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()> {
-    let names = rank.residual_names();
-    let first = |prefix: &str| names.iter().find(|name| name.split('.').next() == Some(prefix)).cloned();
-    for named in rank.residuals() {
-        let prefix = named.name.split('.').next().unwrap_or_default();
-        let is_first = first(prefix).as_ref() == Some(&named.name);
-        for ResidualPart { id, spec, held, mut values } in of_parameters(rank, &named)? {
-            let name = name_of(rank, id);
-            let read = |source: &str, values: &mut Tensor| {
-                let source = format!("{name}.{source}");
-                fill(checkpoint, RESIDUALS, &source, spec.whole_shape(), &spec, held.clone(), values)
-            };
-            if checkpoint.entry(RESIDUALS, &format!("{name}.{}", named.name)).is_ok() {
-                read(&named.name, &mut values)?;
-            }
-            let of_parameter = format!("{name}.{prefix}.");
-            let gone = checkpoint.names(RESIDUALS).filter_map(|stored| stored.strip_prefix(&of_parameter));
-            for index in gone.filter(|_| is_first) {
-                let source = format!("{prefix}.{index}");
-                if !names.contains(&source) {
-                    let mut other = rank.device().zeros([held.len()], DType::F32, Purpose::Workspace)?;
-                    read(&source, &mut other)?;
-                    ops::accumulate(&other, &mut values, false)?;
-                }
-            }
-        }
     }
     Ok(())
 }

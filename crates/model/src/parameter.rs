@@ -315,7 +315,8 @@ impl ParameterSpec {
                 if start >= end {
                     continue;
                 }
-                let whole = (split.outer + outer) * whole_row + piece.whole.start * inner + start % row - piece.local.start * inner;
+                let whole = (split.outer + outer) * whole_row + piece.whole.start * inner + start % row
+                    - piece.local.start * inner;
                 match runs.last_mut() {
                     Some((run, first)) if run.end == start && *first + run.len() == whole => run.end = end,
                     _ => runs.push((start..end, whole)),

@@ -118,7 +118,8 @@ fn part_of(parameter: &ParameterSpec, dim: usize) -> ParameterSpec {
         start = local.end;
         Piece { local, whole, holders: 1, owned: true }
     });
-    part.split = Some(Split { whole: parameter.shape.clone(), dim, outer: 0, pieces: pieces.collect(), shared: Vec::new() });
+    part.split =
+        Some(Split { whole: parameter.shape.clone(), dim, outer: 0, pieces: pieces.collect(), shared: Vec::new() });
     part
 }
 

@@ -78,7 +78,9 @@ impl Request {
             ));
         }
         if let Some(lacking) = self.model_lacks().filter(|_| self.fixed.runnable) {
-            return fail(format!("no plan can be run: this program has no {lacking} yet; without --runnable they are priced"));
+            return fail(format!(
+                "no plan can be run: this program has no {lacking} yet; without --runnable they are priced"
+            ));
         }
         if !self.has_host_tier() && self.fixed.offload == Some(true) {
             return fail(

@@ -115,7 +115,7 @@ impl Request {
         }
     }
 
-    /// What this program lacks to run the model on these devices, whatever the candidate.
+    /// The thing that this program lacks to run the model on these devices, whatever the candidate.
     pub(crate) fn model_lacks(&self) -> Option<&'static str> {
         let model = &self.model;
         let on_gpus = self.cluster.device.family != Generation::Cpu;

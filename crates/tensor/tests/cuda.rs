@@ -194,7 +194,14 @@ fn operations_of_training_are_those_of_the_cpu() {
             results.push(experts::route_backward(&logits, chosen, counts, None, &router, factors)?);
             results.push(experts::balance_sums(&router, &logits, counts)?);
             results.extend([drows, dweights, dw, logits, rows]);
-            results.extend([routes.weights, routes.experts, routes.places, routes.tokens, routes.bounds, routes.counts]);
+            results.extend([
+                routes.weights,
+                routes.experts,
+                routes.places,
+                routes.tokens,
+                routes.bounds,
+                routes.counts,
+            ]);
             Ok(results)
         }),
         ("embedding", |o| {

@@ -56,8 +56,8 @@ pub enum Rule {
     Queries,
     /// `[rows, columns, 1]`: a block for each tile of 64 by 64.
     Squares,
-    /// `[rows, columns, groups]`: a block for each tile of 128 by 128, and one more of rows for each
-    /// group, because groups end inside tiles.
+    /// `[rows, columns, groups]`: a block for each tile of 128 by 128, and one more of rows for
+    /// each group, because groups end inside tiles.
     Ragged(u32),
     /// `[rows, columns, weights]`: a block for each tile of 128 by 128 of each weight. Both have so
     /// many bytes of shared memory.

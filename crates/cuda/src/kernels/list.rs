@@ -394,8 +394,8 @@ kernels! {
     /// dx [rows, k] = dy [rows, n] w[e], as `ragged_linear`. Sizes: rows, k, groups.
     RAGGED_INPUT_GRADIENT = "ragged_input_gradient", Experts, Rule::Ragged(40 << 10),
         "const T* dy, const T* w, const int* bounds, T* dx, int rows, int n, int k, int groups, int weights";
-    /// dw [weights n, k] (+)= dy^T x over the rows of each group: bounds [weights + 1]. Sizes: n, k,
-    /// weights.
+    /// dw [weights n, k] (+)= dy^T x over the rows of each group: bounds [weights + 1]. Sizes: n,
+    /// k, weights.
     RAGGED_WEIGHT_GRADIENT = "ragged_weight_gradient", Experts, Rule::RaggedSquares(40 << 10),
         "const T* dy, const T* x, const int* bounds, float* dw, int n, int k, int weights, int add";
 }

@@ -105,7 +105,14 @@ fn rows_are_sorted_by_expert_in_the_order_of_tokens() {
 }
 
 /// The loss whose gradient the kernel gives, in f64: `dweights . weights + auxiliary A + z Z`.
-fn loss(router: &Router, logits: &[f64], chosen: &[i32], counts: &[i32], dweights: &[f32], [auxiliary, z]: [f64; 2]) -> f64 {
+fn loss(
+    router: &Router,
+    logits: &[f64],
+    chosen: &[i32],
+    counts: &[i32],
+    dweights: &[f32],
+    [auxiliary, z]: [f64; 2],
+) -> f64 {
     let (count, k) = (router.experts, router.top_k);
     let of_token = |(token, logits): (usize, &[f64])| {
         let experts: Vec<usize> = chosen[token * k..][..k].iter().map(|e| *e as usize).collect();
@@ -131,7 +138,8 @@ fn the_gradient_of_logits_is_that_of_weights_and_balance_losses() {
         experts.iter().for_each(|expert| counts[*expert as usize] += 1);
         let dweights = values::<f32>(4, tokens * k);
         let (got, terms) = both_orders(|| {
-            let (l, e, c, d) = (Buffer::new(&logits), Buffer::new(&experts), Buffer::new(&counts), Buffer::new(&dweights));
+            let (l, e, c, d) =
+                (Buffer::new(&logits), Buffer::new(&experts), Buffer::new(&counts), Buffer::new(&dweights));
             let (dlogits, terms) = (Buffer::<f32>::empty(tokens * count), Buffer::<f32>::empty(2 * tokens));
             let gate = int(usize::from(gate == Gate::Sigmoid));
             let sizes = [int(tokens), int(count), int(k), gate, int(usize::from(normalise))];
@@ -247,8 +255,8 @@ dtypes! {
 }
 
 /// Bounds of groups, rows, n, k, weights: groups of none and of one row, that end inside tiles, of
-/// several sources; rows behind the last bound; sizes that tensor cores load in pieces of eight, and
-/// others.
+/// several sources; rows behind the last bound; sizes that tensor cores load in pieces of eight,
+/// and others.
 const PRODUCTS: [(&[i32], usize, usize, usize, usize); 5] = [
     (&[0, 1], 1, 1, 1, 1),
     (&[0, 5, 5, 17], 20, 24, 40, 3),

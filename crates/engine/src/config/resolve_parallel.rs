@@ -172,7 +172,10 @@ impl Resolver {
             self.problem(key, message);
         } else if !replicate.is_multiple_of(degree) {
             let (of_shards, how) = match shard {
-                1 => (String::new(), format!("make parallel.ranks a multiple of {}", degree * pipeline * context * tensor)),
+                1 => (
+                    String::new(),
+                    format!("make parallel.ranks a multiple of {}", degree * pipeline * context * tensor),
+                ),
                 _ => (
                     format!(" of {shard} shards each"),
                     format!("make parallel.data_parallel_replicate_degree a multiple of {degree}"),

@@ -167,8 +167,8 @@ section! {
         #[elsewhere("semi_sync_method")]
         rule: UpdateRule = UpdateRule::Synchronous;
         /// Steps that each replica takes by itself before their changes are averaged. The last step
-        /// of a run averages too. With `server` and a staleness or back-up workers: steps until all workers wait for
-        /// all updates and hear of a request to stop. Unset, with these rules: 50.
+        /// of a run averages too. With `server` and a staleness or back-up workers: steps until all
+        /// workers wait for all updates and hear of a request to stop. Unset, with these rules: 50.
         #[elsewhere("sync_steps", "sync_every", "local_steps")]
         every: Option<usize> = None;
         /// Learning rate of the outer step of `diloco`. Unset: 0.7.

@@ -1,16 +1,20 @@
 //! State of a rank beside parameters and optimizer: that of outer steps, and residuals of encoded
 //! messages. [`crate::snapshot`] writes it to checkpoints under the names given here.
 
-use super::Rank;
+use super::{Rank, RankSettings};
 use crate::Result;
-use crate::encoded::{Residual, ResidualOf};
+use crate::encoded::{EncodedSums, Residual, ResidualOf, SumSettings, UnitExtents};
+use crate::links::{Link, ReduceLinks};
+use crate::outer::{OuterStep, OuterSums, master_range};
 use crate::power_sgd::LowRankSums;
-use crate::state::{lock, overlap};
+use crate::state::{Holding, lock, overlap};
 use crate::tier::Stored;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use trainyard_autograd::ParamId;
-use trainyard_tensor::Tensor;
+use trainyard_model::{Model, UnitLayout};
+use trainyard_program::{Codec, Encoding};
+use trainyard_tensor::{Device, Tensor};
 
 /// A residual and its name behind that of a parameter.
 pub(crate) struct NamedResidual {
@@ -154,4 +158,35 @@ impl Rank {
         };
         self.residuals().into_iter().flat_map(of_all).collect()
     }
+}
+
+/// The state of outer steps that `settings` ask for.
+pub(super) fn outer_step(
+    device: &Device,
+    model: &Model,
+    holding: &Holding,
+    links: &ReduceLinks,
+    settings: &RankSettings,
+) -> Result<Option<OuterStep>> {
+    let Some(outer) = settings.outer else { return Ok(None) };
+    let layout = |unit: usize| UnitLayout::new(holding.parameters(model, unit), holding.shards);
+    let (units, seed) = (0..model.units().len(), settings.seed);
+    let mut sums = OuterSums::default();
+    match settings.compression.outer {
+        None => {}
+        Some(encoding @ Encoding { codec: Codec::Blocks(codec), .. }) => {
+            let extents = |unit: usize| UnitExtents::new(&layout(unit), 0, master_range(model, holding, unit));
+            let extents: Vec<_> = units.map(extents).collect();
+            let of_sums = SumSettings { rounding: settings.compression.rounding, seed, momentum: None };
+            let alone = Link::default();
+            let encoded = EncodedSums::new(device, extents, (encoding, codec), of_sums, &alone, &links.replicate)?;
+            sums.encoded = Some(encoded);
+        }
+        Some(Encoding { codec: Codec::PowerSgd(codec), feedback, .. }) => {
+            let layouts: Vec<_> = units.map(layout).collect();
+            let held = |unit: usize| master_range(model, holding, unit);
+            sums.low_rank = Some(LowRankSums::new(device, model, &layouts, codec, feedback, seed, held)?);
+        }
+    }
+    Ok(Some(OuterStep::new(device, model, holding, outer, sums)?))
 }

@@ -39,7 +39,7 @@ pub use step::{Launches, ServerStep, StepOutcome, StepSettings};
 use crate::collectives::Way;
 use crate::config::OptimizerSettings;
 use crate::constraints::WeightConstraints;
-use crate::encoded::{CodeRounding, EncodedSums, Moment, MomentumCorrection, SumSettings, UnitExtents};
+use crate::encoded::{CodeRounding, Moment, MomentumCorrection};
 use crate::experts::ExpertExchange;
 use crate::faults::Faults;
 use crate::fp8::{AmaxHistory, Fp8Settings, Fp8State};
@@ -47,9 +47,8 @@ use crate::health::SpikeLimits;
 use crate::lanes::{self, Handler};
 use crate::links::{ComputeLinks, GatherLinks, Link, Links, PipelineLinks, ReduceLinks, Reduction};
 use crate::optimizer::Optimizer;
-use crate::outer::{OuterSettings, OuterStep, OuterSums, master_range};
+use crate::outer::{OuterSettings, OuterStep};
 use crate::positions::{Doing, Positions};
-use crate::power_sgd::LowRankSums;
 use crate::precision::LossScaler;
 use crate::server::Worker;
 use crate::state::{GradientState, Holding, ParameterState, initial_values, lock};
@@ -65,8 +64,8 @@ use std::time::Instant;
 use step::RunningStep;
 use trainyard_autograd::ParamId;
 use trainyard_comm::{Communicator, Position};
-use trainyard_model::{Batch, ContextSplit, Model, TensorSplit, UnitLayout};
-use trainyard_program::{Action, Axis, BlockCodec, Codec, Encoding, Instruction, Lane, Program};
+use trainyard_model::{Batch, ContextSplit, Model, TensorSplit};
+use trainyard_program::{Action, Axis, BlockCodec, Encoding, Instruction, Lane, Program};
 use trainyard_tensor::device::{enter_lane, tag_calls};
 use trainyard_tensor::{Computes, DType, Device, Tensor};
 
@@ -215,7 +214,7 @@ impl Rank {
         settings: &RankSettings,
     ) -> Result<Rank> {
         links.reduce.stage(device, &model, &holding, settings)?;
-        let outer = outer_step(device, &model, &holding, &links.reduce, settings)?;
+        let outer = apart::outer_step(device, &model, &holding, &links.reduce, settings)?;
         let (compute, constraints) = (settings.compute, settings.constraints);
         constraints.check(&model, &holding)?;
         let mut parameters = ParameterState::zeros(device, &model, holding.clone(), compute, constraints, &tiers)?;
@@ -748,37 +747,6 @@ impl Rank {
             other => Err(cannot(other)),
         }
     }
-}
-
-/// The state of outer steps that `settings` ask for.
-fn outer_step(
-    device: &Device,
-    model: &Model,
-    holding: &Holding,
-    links: &ReduceLinks,
-    settings: &RankSettings,
-) -> Result<Option<OuterStep>> {
-    let Some(outer) = settings.outer else { return Ok(None) };
-    let layout = |unit: usize| UnitLayout::new(holding.parameters(model, unit), holding.shards);
-    let (units, seed) = (0..model.units().len(), settings.seed);
-    let mut sums = OuterSums::default();
-    match settings.compression.outer {
-        None => {}
-        Some(encoding @ Encoding { codec: Codec::Blocks(codec), .. }) => {
-            let extents = |unit: usize| UnitExtents::new(&layout(unit), 0, master_range(model, holding, unit));
-            let extents: Vec<_> = units.map(extents).collect();
-            let of_sums = SumSettings { rounding: settings.compression.rounding, seed, momentum: None };
-            let alone = Link::default();
-            let encoded = EncodedSums::new(device, extents, (encoding, codec), of_sums, &alone, &links.replicate)?;
-            sums.encoded = Some(encoded);
-        }
-        Some(Encoding { codec: Codec::PowerSgd(codec), feedback, .. }) => {
-            let layouts: Vec<_> = units.map(layout).collect();
-            let held = |unit: usize| master_range(model, holding, unit);
-            sums.low_rank = Some(LowRankSums::new(device, model, &layouts, codec, feedback, seed, held)?);
-        }
-    }
-    Ok(Some(OuterStep::new(device, model, holding, outer, sums)?))
 }
 
 /// The model without divided rows and sequences; None if neither are divided.

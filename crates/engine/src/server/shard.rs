@@ -243,9 +243,9 @@ impl Server {
         (self.backups > 0).then(|| self.dropped.swap(0, Ordering::Relaxed))
     }
 
-    /// Sums the gradients of a clock over the workers of `commits`, takes the norm with the other `servers`, and
-    /// makes the update, unless the loss or the norm is not finite. All servers call this together;
-    /// None is for a prediction.
+    /// Sums the gradients of a clock over the workers of `commits`, takes the norm with the other
+    /// `servers`, and makes the update, unless the loss or the norm is not finite. All servers call
+    /// this together; None is for a prediction.
     pub fn apply(&self, commits: &[(usize, Commit)], servers: Option<&Communicator>) -> Result<()> {
         let (first, Commit { clock, rate_factor, clip_norm, updates_before, .. }) = commits[0].clone();
         let targets: u64 = commits.iter().map(|(_, commit)| commit.targets).sum();

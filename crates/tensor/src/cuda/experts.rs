@@ -1,8 +1,8 @@
 //! Mixtures of experts. Everything is launched with sizes that do not depend on the routing.
 
+use super::Cuda;
 use super::launch::args;
 use super::linear::{operands, plain};
-use super::Cuda;
 use crate::cpu::experts::{BalanceFactors, Gate, Router};
 use crate::error::Result;
 use crate::ops::experts::{Groups, Routes};
@@ -61,7 +61,19 @@ pub(crate) fn route_backward(
     let BalanceFactors { auxiliary, z } = factors;
     let sizes = [tokens, 1, 1];
     let args = args![
-        logits, experts, counts, dweights, dlogits, tokens, count, top_k, gate(router), normalise, scale, auxiliary, z
+        logits,
+        experts,
+        counts,
+        dweights,
+        dlogits,
+        tokens,
+        count,
+        top_k,
+        gate(router),
+        normalise,
+        scale,
+        auxiliary,
+        z
     ];
     gpu.launch(&k::ROUTE_BACKWARD, DType::F32, sizes, args)
 }
@@ -81,7 +93,13 @@ pub(crate) fn balance_sums(
     super::plain::reduce_rows(gpu, terms, [2, tokens], Some(1.0), sums)
 }
 
-pub(crate) fn expert_excess(gpu: &Arc<Cuda>, counts: &Tensor, excess: &Tensor, unit: f32, overwrite: bool) -> Result<()> {
+pub(crate) fn expert_excess(
+    gpu: &Arc<Cuda>,
+    counts: &Tensor,
+    excess: &Tensor,
+    unit: f32,
+    overwrite: bool,
+) -> Result<()> {
     let args = args![counts, excess, counts.elements(), unit, i32::from(!overwrite)];
     gpu.launch(&k::EXPERT_EXCESS, DType::F32, [1, 1, 1], args)
 }

@@ -7,8 +7,8 @@ use super::linear::product_cost;
 use super::{GradientSlot, accumulate_mode, check_slot, given, product_scratch, same_dtype, scratch_on_cuda};
 use crate::cpu::experts::{self as kernels, Choices, Order};
 use crate::cpu::gemm::{self, Epilogue, MatMut, MatRef};
-use crate::error::Result;
 use crate::cuda::experts as cuda;
+use crate::error::Result;
 use crate::{Cost, DType, On, Purpose, Tensor, by_float, ensure_shape};
 use std::ops::Range;
 
