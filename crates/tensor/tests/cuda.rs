@@ -771,8 +771,10 @@ fn peaks_are_found_and_kernels_are_timed_after_their_check() {
         let products = gpu::products(&device, &peaks, &sizes, dtype, 0.0).unwrap();
         let attention = gpu::attention(&device, &peaks, &sizes, dtype, 0.0).unwrap();
         let streaming = gpu::streaming(&device, &peaks, &sizes, dtype, 0.0).unwrap();
+        let experts = gpu::experts(&device, &peaks, &sizes, dtype, 0.0).unwrap();
+        assert_eq!(experts.len(), 6 * sizes.experts.len());
         assert_eq!((products.len(), attention.len()), (3 * sizes.layers.len(), 2 * sizes.attention.len()));
-        for timing in products.iter().chain(&attention).chain(&streaming) {
+        for timing in products.iter().chain(&experts).chain(&attention).chain(&streaming) {
             assert!(timing.seconds > 0.0 && timing.peak_share > 0.0 && timing.peak_share.is_finite(), "{timing:?}");
             assert!(timing.bytes + timing.flops > 0.0, "{timing:?}");
         }

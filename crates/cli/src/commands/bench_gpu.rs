@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use trainyard_tensor::Device;
-use trainyard_tensor::bench::gpu::{Sizes, Timing, attention, fp8, products, streaming};
+use trainyard_tensor::bench::gpu::{Sizes, Timing, attention, experts, fp8, products, streaming};
 use trainyard_tensor::cuda::driver::Product;
 use trainyard_tensor::cuda::{AttentionForm, Cuda, peak};
 
@@ -39,6 +39,9 @@ pub struct GpuArgs {
 enum What {
     /// Matrix products.
     Products,
+    /// Products of the experts of a mixture, each on rows of its own, beside dense ones of as many
+    /// operations.
+    Experts,
     /// Attention, forward and backward.
     Attention,
     /// Kernels that are bound by memory.
@@ -105,6 +108,7 @@ pub fn run(args: &GpuArgs) -> Result<()> {
     for what in &args.only {
         let timings = match what {
             What::Products => products(&device, &peaks, &sizes, dtype, args.seconds)?,
+            What::Experts => experts(&device, &peaks, &sizes, dtype, args.seconds)?,
             What::Attention => attention(&device, &peaks, &sizes, dtype, args.seconds)?,
             What::Streaming => streaming(&device, &peaks, &sizes, dtype, args.seconds)?,
             What::Fp8 => fp8(&device, &peaks, peak::fp8(&cuda)?, &sizes, args.seconds)?,

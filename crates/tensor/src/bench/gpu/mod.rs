@@ -1,5 +1,5 @@
-//! Benchmarks of kernels on a GPU, in percent of its measured peaks: products, attention, and
-//! streaming kernels.
+//! Benchmarks of kernels on a GPU, in percent of its measured peaks: products, those of experts,
+//! attention, and streaming kernels.
 //!
 //! Every result is checked before it is timed. Sampled elements of products, and sampled rows of
 //! attention and of its gradients, are compared with sums in f64. Streaming kernels are compared
@@ -7,11 +7,13 @@
 //! that launching is hidden. Operands are random numbers, because zeros draw less power.
 
 mod attention;
+mod experts;
 mod fp8;
 mod products;
 mod streaming;
 
 pub use attention::attention;
+pub use experts::experts;
 pub use fp8::fp8;
 pub use products::products;
 pub use streaming::streaming;
@@ -47,6 +49,8 @@ type Result<T> = std::result::Result<T, Error>;
 pub struct Sizes {
     /// Products: rows of the activations, inputs and outputs of the layer.
     pub layers: Vec<[usize; 3]>,
+    /// Mixtures: rows of all experts, experts, inputs and outputs of one.
+    pub experts: Vec<[usize; 4]>,
     /// Attention: columns of a head, query heads, key and value heads, tokens of a sequence.
     pub attention: Vec<[usize; 4]>,
     /// Tokens of an attention in all: so many are made of as many sequences as fit.
@@ -69,6 +73,13 @@ impl Sizes {
         let heads = [[64, 32, 32], [128, 16, 16], [128, 32, 8]];
         Sizes {
             layers: layers.map(|[inputs, outputs]| [16_384, inputs, outputs]).into(),
+            // Mixtral 8x7B and Qwen3 30B-A3B, up and down.
+            experts: vec![
+                [16_384, 8, 4096, 28_672],
+                [16_384, 8, 14_336, 4096],
+                [65_536, 128, 2048, 1536],
+                [65_536, 128, 768, 2048],
+            ],
             attention: heads.into_iter().flat_map(|[d, h, kv]| lengths.map(|length| [d, h, kv, length])).collect(),
             tokens: 16_384,
             rows: [16_384, 4096],
@@ -81,6 +92,7 @@ impl Sizes {
     pub fn tiny() -> Sizes {
         Sizes {
             layers: vec![[32, 16, 48]],
+            experts: vec![[40, 3, 16, 24]],
             attention: vec![[8, 2, 1, 16], [16, 2, 2, 32]],
             tokens: 32,
             rows: [6, 16],
@@ -95,7 +107,7 @@ impl Sizes {
 pub struct Timing {
     /// Unique among all.
     pub name: String,
-    /// `product`, `attention`, `streaming`, or `fp8` for products of eight bits and the rounding of
+    /// `product`, `experts`, `attention`, `streaming`, or `fp8` for products of eight bits and the rounding of
     /// their operands.
     pub kind: &'static str,
     /// `forward`, `input-gradient`, `weight-gradient`, `backward`, or the name of a streaming

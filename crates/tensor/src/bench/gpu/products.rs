@@ -81,19 +81,21 @@ fn check(
     factors: impl Fn(usize, usize, usize) -> (u64, usize, u64, usize),
     depth: usize,
 ) -> Result<()> {
-    let round = |seed, at| -> f64 {
-        let value = random_value(seed, at);
-        f64::from(match dtype {
-            DType::BF16 => bf16::from_f32(value).to_f32(),
-            DType::F16 => f16::from_f32(value).to_f32(),
-            _ => value,
-        })
-    };
     let term = |row, column, k| {
         let (a, i, b, j) = factors(row, column, k);
-        round(a, i) * round(b, j)
+        rounded(dtype, a, i) * rounded(dtype, b, j)
     };
     check_elements(result, &format!("the {form} product of {layer:?} in {dtype}"), tolerance(dtype), depth, term)
+}
+
+/// Element `at` of the random numbers of `seed`, as a tensor of `dtype` has it.
+pub(super) fn rounded(dtype: DType, seed: u64, at: usize) -> f64 {
+    let value = random_value(seed, at);
+    f64::from(match dtype {
+        DType::BF16 => bf16::from_f32(value).to_f32(),
+        DType::F16 => f16::from_f32(value).to_f32(),
+        _ => value,
+    })
 }
 
 /// Compares sampled elements with sums in f64; `term` is what element (row, column) adds at k,
