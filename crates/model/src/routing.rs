@@ -40,20 +40,21 @@ pub struct RoutingLog {
 struct Unread {
     layer: usize,
     router: Router,
+    capacity: Option<usize>,
     tokens: usize,
     counts: Tensor,
-    bounds: Tensor,
     /// As [`balance_sums`] gives them; None where no balance loss is computed.
     sums: Option<Tensor>,
 }
 
 impl RoutingLog {
-    /// Adds the routes of a micro-batch. `losses`: whether balance losses are computed. A device
-    /// without data records nothing.
+    /// Adds the routes of a micro-batch, of which each expert takes at most `capacity`. `losses`:
+    /// whether balance losses are computed. A device without data records nothing.
     pub(crate) fn add(
         &mut self,
         layer: usize,
         router: &Router,
+        capacity: Option<usize>,
         logits: &Tensor,
         routes: &Routes,
         losses: bool,
@@ -61,13 +62,12 @@ impl RoutingLog {
         let (device, tokens) = (logits.device(), logits.rows());
         if device.computes() == Computes::Cuda {
             let sums = losses.then(|| balance_sums(router, logits, &routes.counts)).transpose()?;
-            let (counts, bounds) = (routes.counts.clone(), routes.bounds.clone());
-            self.unread.push(Unread { layer, router: *router, tokens, counts, bounds, sums });
+            let counts = routes.counts.clone();
+            self.unread.push(Unread { layer, router: *router, capacity, tokens, counts, sums });
         } else if !device.is_meta() {
             let counts = routes.counts.data::<i32>()?;
             let found = losses.then(|| Ok::<_, TensorError>(balance_losses(router, logits.data()?, counts)));
-            let kept = routes.bounds.data::<i32>()?.last().copied().unwrap_or(0);
-            self.record.add(layer, router, tokens, counts, kept, found.transpose()?.unwrap_or_default());
+            self.record.add(layer, router, capacity, tokens, counts, found.transpose()?.unwrap_or_default());
         }
         Ok(())
     }
@@ -78,12 +78,11 @@ impl RoutingLog {
     /// The device failed.
     pub fn read(self) -> Result<RoutingRecord> {
         let RoutingLog { mut record, unread } = self;
-        for Unread { layer, router, tokens, counts, bounds, sums } in unread {
+        for Unread { layer, router, capacity, tokens, counts, sums } in unread {
             if counts.device().is_meta() {
                 continue;
             }
             let counts = counts.to_vec::<i32>()?;
-            let kept = bounds.to_vec::<i32>()?.last().copied().unwrap_or(0);
             let losses = match sums.map(|sums| sums.to_vec::<f32>()).transpose()?.as_deref() {
                 Some(&[agreement, squares]) => {
                     let n = tokens.max(1) as f32;
@@ -91,20 +90,30 @@ impl RoutingLog {
                 }
                 _ => BalanceLosses::default(),
             };
-            record.add(layer, &router, tokens, &counts, kept, losses);
+            record.add(layer, &router, capacity, tokens, &counts, losses);
         }
         Ok(record)
     }
 }
 
 impl RoutingRecord {
-    /// Adds a micro-batch of `tokens` tokens, of whose choices `kept` were not dropped.
-    fn add(&mut self, layer: usize, router: &Router, tokens: usize, counts: &[i32], kept: i32, losses: BalanceLosses) {
+    /// Adds a micro-batch of `tokens` tokens, whose choices beyond `capacity` were dropped.
+    fn add(
+        &mut self,
+        layer: usize,
+        router: &Router,
+        capacity: Option<usize>,
+        tokens: usize,
+        counts: &[i32],
+        losses: BalanceLosses,
+    ) {
+        let capacity = capacity.map_or(f64::INFINITY, |capacity| capacity as f64);
+        let kept: f64 = counts.iter().map(|count| f64::from(*count).min(capacity)).sum();
         let record = self.layers.entry(layer).or_default();
         record.counts.resize(counts.len(), 0.0);
         record.counts.iter_mut().zip(counts).for_each(|(sum, count)| *sum += f64::from(*count));
         let tokens = tokens as f64;
-        record.dropped += tokens * router.top_k as f64 - f64::from(kept);
+        record.dropped += tokens * router.top_k as f64 - kept;
         record.tokens += tokens;
         record.auxiliary += tokens * f64::from(losses.auxiliary);
         record.z += tokens * f64::from(losses.z);

@@ -130,7 +130,7 @@ impl Experts {
         let (weights, routes) = tape.route(&logits, self.bias, self.router, capacity, factors)?;
         if let Some(record) = cx.routing.as_deref_mut() {
             let losses = self.factors != BalanceFactors::default();
-            record.add(self.layer, &self.router, logits.tensor(), &routes, losses)?;
+            record.add(self.layer, &self.router, capacity, logits.tensor(), &routes, losses)?;
         }
         Ok((weights, routes))
     }
