@@ -152,9 +152,17 @@ fn a_mixture_trains_and_generates_on_gpus_like_on_the_processor() {
         run(&folder, 1, &[&["generate", "runs/gpu"], &asked[..]].concat(), &[]).ok().stdout
     };
     assert_eq!(say("cuda"), say("cpu"));
-    let divided = ["device=cuda", "parallel.expert_parallel_degree=2"];
-    let refused = train(&folder, 2, "divided", &[&mixture[..], &divided].concat());
-    assert!(refused.code == Some(1) && refused.stderr.contains("set compute.device = \"cpu\""), "{}", refused.stderr);
+    // Rows go to the GPU of their expert and back by NCCL, or through the host.
+    for (name, collectives) in [("divided", "nccl"), ("through-host", "host")] {
+        let collectives = format!("parallel.collectives={collectives}");
+        let divided = ["device=cuda", "parallel.expert_parallel_degree=2", &collectives];
+        train(&folder, 2, name, &[&mixture[..], &divided].concat()).ok();
+        for key in ["loss", "grad_norm"] {
+            expect_near(&metrics(&folder, name, key), &metrics(&folder, "cpu", key), 1e-4);
+        }
+    }
+    let [divided, through_host] = ["divided", "through-host"].map(|name| metrics(&folder, name, "loss"));
+    assert_eq!(divided, through_host);
 }
 
 #[test]

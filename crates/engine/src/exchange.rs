@@ -211,10 +211,42 @@ impl Link {
         let (sends, receives) = (bytes(sends), bytes(receives));
         let [sent, received] = [&sends, &receives].map(|parts| parts.iter().sum::<usize>());
         let Some(comm) = &self.host else { return Ok(to.copy_from(from)?) };
+        if let Some(circle) = &self.device {
+            return self.rows_by_nccl(circle, (from, &sends), (to, &receives), row);
+        }
         from.with_bytes(|from| {
             to.with_bytes_mut(|to| comm.all_to_all_uneven(&from[..sent], &sends, &mut to[..received], &receives))
         })???;
         Ok(())
+    }
+
+    /// [`Link::all_to_all_rows`] of rows of `row` bytes, from GPU to GPU.
+    fn rows_by_nccl(
+        &self,
+        circle: &Circle,
+        (from, sends): (&Tensor, &[usize]),
+        (to, receives): (&mut Tensor, &[usize]),
+        row: usize,
+    ) -> Result<()> {
+        let starts = |sizes: &[usize]| -> Vec<usize> {
+            sizes.iter().scan(0, |end, size| Some(std::mem::replace(end, *end + size))).collect()
+        };
+        let (send_starts, receive_starts) = (starts(sends), starts(receives));
+        let own = |starts: &[usize], sizes: &[usize]| {
+            starts[self.index] / row..(starts[self.index] + sizes[self.index]) / row
+        };
+        let (stays, arrives) = (own(&send_starts, sends), own(&receive_starts, receives));
+        if !stays.is_empty() {
+            to.narrow(arrives)?.copy_from(&from.narrow(stays)?)?;
+        }
+        let ((from, stream), (to, _)) = (placed(from)?, placed(to)?);
+        let others = |whole: Region, starts: &[usize], sizes: &[usize]| -> Vec<(usize, Region)> {
+            let peers = (0..self.size).filter(|peer| *peer != self.index);
+            let part = |peer: usize| Region { address: whole.address + starts[peer] as u64, bytes: sizes[peer], ..whole };
+            peers.map(|peer| (peer, part(peer))).collect()
+        };
+        let (sends, receives) = (others(from, &send_starts, sends), others(to, &receive_starts, receives));
+        Ok(circle.exchange(stream, &sends, &receives)?)
     }
 
     /// As [`Link::all_gather`], with the rank's own part already in its place.

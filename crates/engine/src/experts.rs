@@ -1,5 +1,6 @@
-//! The rows of experts on their way between the ranks that share them. They travel through host
-//! memory, on the compute lane, inside the forward or backward that waits for them.
+//! The rows of experts on their way between the ranks that share them. They travel on the compute
+//! lane, inside the forward or backward that waits for them: through host memory, or by NCCL from
+//! GPU to GPU.
 
 use crate::links::Link;
 use crate::state::lock;
@@ -46,9 +47,16 @@ impl ExpertExchange {
         ExpertExchange { link, state: Mutex::default() }
     }
 
-    /// Posts the pass that is about to run, for the other ranks.
+    /// Posts the pass that is about to run, for the other ranks. Counts of rows go through host
+    /// memory even where rows do not.
     pub fn post(&self, position: &Position) {
+        self.link.post(position);
         self.link.post_on_host(position);
+    }
+
+    /// Ends a step: what follows belongs to none of its instructions.
+    pub fn forget(&self) {
+        self.link.forget();
     }
 
     /// The traffic since this was last called.

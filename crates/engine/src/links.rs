@@ -175,7 +175,7 @@ impl Maker<'_> {
             summed: numbers.link("compute", "ranks of a sum", group(program.kind.gradient_axis()))?,
             pipeline: numbers.link("compute", "stages", group(Axis::Pipeline))?,
             tensor: numbers.link("compute", "parts of products", group(Axis::Tensor))?,
-            experts: numbers.link("compute", "experts", group(Axis::Expert))?,
+            experts: self.link("compute", "experts", group(Axis::Expert))?,
         };
         let stages = numbers.link("pipeline", "stages", group(Axis::Pipeline))?;
         let pipeline = PipelineLinks { send: stages.clone(), receive: stages };

@@ -222,7 +222,6 @@ fn layouts_that_do_not_run_are_refused_with_what_would() {
         ("parallel.ranks=2 compression.gradients='bf16'", "set compression.gradients = \"none\""),
         ("parallel.ranks=2 optimizer.name='muon'", "set optimizer.name = \"adamw\", \"sgd\" or \"lion\""),
         ("parallel.ranks=2 fine_tuning.adapter='lora'", "set fine_tuning.adapter = \"none\""),
-        ("parallel.ranks=2 compute.device='cuda'", "set compute.device = \"cpu\""),
         (
             "parallel.ranks=2 memory.offload.gradients='disk' memory.offload.optimizer='disk'",
             "set memory.offload.gradients = \"none\"",

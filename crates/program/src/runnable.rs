@@ -26,10 +26,10 @@ impl Runnable {
 /// that does not divide the model, for example its heads, is refused by the model instead.
 pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
     let context = if on_gpus { mesh.cp } else { 1 };
-    // Experts are divided among replicas, on processors.
-    let experts = if !on_gpus && mesh.experts_of_replicas() { 1 } else { mesh.ep };
-    let lacking = if on_gpus { "expert parallelism on GPUs" } else { "expert parallelism inside a shard group" };
-    let degrees = [(context, "context parallelism on GPUs"), (experts, lacking)];
+    // Experts are divided among replicas.
+    let experts = if mesh.experts_of_replicas() { 1 } else { mesh.ep };
+    let inside = "expert parallelism inside a shard group";
+    let degrees = [(context, "context parallelism on GPUs"), (experts, inside)];
     let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
     let lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
     if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }

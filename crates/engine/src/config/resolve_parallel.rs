@@ -163,7 +163,6 @@ impl Resolver {
             (config.compression.gradients != CompressionCodec::None, "compression.gradients = \"none\""),
             (config.offload.gradients != OffloadTier::None, "memory.offload.gradients = \"none\""),
             (config.fine_tuning.adapter != AdapterMethod::None, "fine_tuning.adapter = \"none\""),
-            (matches!(config.compute.device, DeviceKind::Cuda(_)), "compute.device = \"cpu\""),
             (whole_matrices, "optimizer.name = \"adamw\", \"sgd\" or \"lion\", because ranks hold parts of matrices"),
         ];
         let lacks: Vec<&str> = lacks.iter().filter(|(asked, _)| *asked).map(|(_, need)| *need).collect();

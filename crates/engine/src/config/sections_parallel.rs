@@ -134,8 +134,7 @@ section! {
         /// each sequence, so that all have equal work under the causal mask. Unset: true.
         #[elsewhere("context_parallel_load_balancer")]
         context_parallel_load_balance: Option<bool> = None;
-        /// Number of replicas that share the experts of every layer, each with equally many. Runs
-        /// on processors.
+        /// Number of replicas that share the experts of every layer, each with equally many.
         #[elsewhere("expert_model_parallel_size", "ep_size", "moe_ep_size")]
         expert_parallel_degree: usize = 1;
     }

@@ -629,6 +629,7 @@ impl Rank {
         rank.end_step(step);
         let ended = events.end(spans);
         lock(&rank.gather_links).forget();
+        rank.experts.iter().for_each(|experts| experts.forget());
         // When another rank has failed, tensors that came by NCCL are invalid, and the device's own
         // error is only a consequence.
         if let Some(source) = rank.alarm.as_ref().filter(|_| rank.by_nccl).and_then(Communicator::failure) {
