@@ -151,7 +151,13 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                     continue;
                 }
                 for dp_shard in shard_degrees(dp, devices_of_node(extent, tp * cp)) {
-                    for ep in divisors(u64::from(extent.experts), dp_shard * cp) {
+                    // Other trainers divide experts inside a shard group, this program among
+                    // replicas.
+                    let (ranks, expert_ranks) = match fixed.runnable {
+                        true => (dp / dp_shard, ExpertRanks::Replicas),
+                        false => (dp_shard * cp, ExpertRanks::Shards),
+                    };
+                    for ep in divisors(u64::from(extent.experts), ranks) {
                         let mesh = Mesh {
                             pp: pp as u32,
                             dp_replicate: (dp / dp_shard) as u32,
@@ -159,12 +165,12 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                             cp: cp as u32,
                             tp: tp as u32,
                             ep: ep as u32,
-                            expert_ranks: ExpertRanks::Shards,
+                            expert_ranks: if ep > 1 { expert_ranks } else { ExpertRanks::default() },
                         };
                         let wanted = allowed(fixed.dp_replicate, mesh.dp_replicate)
                             && allowed(fixed.dp_shard, mesh.dp_shard)
                             && allowed(fixed.ep, mesh.ep)
-                            && (dp_shard * cp).is_multiple_of(ep)
+                            && ranks.is_multiple_of(ep)
                             && (!fixed.runnable || runnable(&mesh, true).is_yes())
                             && fixed.rules.as_ref().is_none_or(|rules| rules.allows(&mesh));
                         if wanted {
@@ -353,6 +359,12 @@ mod tests {
         assert!(all.iter().any(|candidate| candidate.mesh.tp > 1 && candidate.mesh.pp > 1));
         let context = |fixed| candidates(&extent(), &fixed).iter().any(|candidate| candidate.mesh.cp > 1);
         assert!(context(Fixed::default()) && !context(Fixed { runnable: true, ..Fixed::default() }));
+        // Experts are divided among replicas then, which is what this program runs.
+        let mixture = Extent { experts: 8, ..extent() };
+        let divides = |fixed| meshes(&mixture, &fixed).into_iter().filter(|mesh| mesh.ep > 1).collect::<Vec<_>>();
+        let (all_runnable, priced) = (divides(runnable.clone()), divides(Fixed::default()));
+        assert!(!all_runnable.is_empty() && all_runnable.iter().all(Mesh::experts_of_replicas));
+        assert!(!priced.is_empty() && !priced.iter().any(Mesh::experts_of_replicas));
         // Offload to the host is for GPUs; CPU cores have no other host.
         let on_host = |candidate: &Candidate| candidate.offload != Offload::default();
         assert!(all.iter().any(on_host));
