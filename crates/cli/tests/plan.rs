@@ -183,6 +183,28 @@ fn plans_with_stages_and_split_products_run_with_the_settings_that_they_print() 
     }
 }
 
+#[test]
+fn a_runnable_plan_of_a_mixture_divides_its_experts_among_replicas() {
+    let folder = Folder::new();
+    folder.write("c.toml", TINY);
+    let mixture = ["--set", "model.family=mixtral", "--set", "experts.count=4"];
+    let asked = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--json", "--set", "training.global_batch_size=8"];
+    let answer = |more: &[&str]| -> serde_json::Value {
+        serde_json::from_str(&folder.run(&[&asked[..], &mixture, more].concat()).ok().stdout).unwrap()
+    };
+    let plan = &answer(&["--fix", "ep=2,tp=2,dp_replicate=2", "--runnable"])["plans"][0];
+    assert_eq!(plan["runnable"], true, "{plan}");
+    let sets: Vec<&str> = plan["sets"].as_array().unwrap().iter().map(|set| set.as_str().unwrap()).collect();
+    assert!(sets.contains(&"parallel.expert_parallel_degree=2"), "{sets:?}");
+    // On processors, as there is no GPU here.
+    let here = sets.iter().filter(|set| **set != "compute.device=cuda").flat_map(|set| ["--set", *set]);
+    let train = ["train", "c.toml", "--set", "training.steps=1"];
+    let ran = folder.run(&train.into_iter().chain(mixture).chain(here).collect::<Vec<_>>()).ok();
+    assert!(ran.stdout.contains("done: 1 step"), "{}", ran.stdout);
+    // Other trainers divide them inside a shard group, which is priced.
+    assert_eq!(answer(&["--fix", "ep=2,dp_shard=4"])["plans"][0]["runnable"], false);
+}
+
 /// The planner of clusters once ignored the configuration's memory limit, and silently priced any
 /// optimizer as AdamW.
 #[test]

@@ -81,6 +81,9 @@ pub fn all(candidate: &Candidate, sequence_length: u64, blocks: usize, cuts: &[u
         // The nearest to the ring that was priced: keys travel while attention is computed.
         sets.push("parallel.context_parallel_exchange=all_gather_overlapped".to_owned());
     }
+    if mesh.ep > 1 {
+        sets.push(format!("parallel.expert_parallel_degree={}", mesh.ep));
+    }
     sets.extend(checkpointing(candidate, blocks));
     for (part, tier) in [
         ("optimizer", offload.optimizer),
