@@ -43,7 +43,7 @@ fn files_that_are_no_traces_are_refused_by_name() {
         ("cut.json", "the file ends in the middle"),
         ("config.json", "the file is JSON with the keys model_type, vocab_size"),
         ("missing.json", "No such file"),
-        ("missing.json", "neither the folder of a run (runs/NAME) nor a trace file"),
+        ("missing.json", "neither the folder of a run nor a trace file: give runs/NAME of a run"),
     ] {
         let ran = folder.run(&["doctor", file]);
         assert_eq!(ran.code, Some(1));

@@ -242,7 +242,8 @@ impl Link {
         let ((from, stream), (to, _)) = (placed(from)?, placed(to)?);
         let others = |whole: Region, starts: &[usize], sizes: &[usize]| -> Vec<(usize, Region)> {
             let peers = (0..self.size).filter(|peer| *peer != self.index);
-            let part = |peer: usize| Region { address: whole.address + starts[peer] as u64, bytes: sizes[peer], ..whole };
+            let part =
+                |peer: usize| Region { address: whole.address + starts[peer] as u64, bytes: sizes[peer], ..whole };
             peers.map(|peer| (peer, part(peer))).collect()
         };
         let (sends, receives) = (others(from, &send_starts, sends), others(to, &receive_starts, receives));

@@ -37,7 +37,7 @@ pub fn experts(device: &Device, peaks: &Peaks, sizes: &Sizes, dtype: DType, seco
         let bounds = bounds(rows, experts);
         let of_row: Vec<usize> =
             (0..rows).map(|row| bounds[1..].iter().take_while(|end| **end <= row as i32).count()).collect();
-        let groups = Groups::of_one_source(&device.tensor(&[experts + 1], &bounds, Purpose::Data)?);
+        let groups = Groups::of_one_source(&device.tensor([experts + 1], &bounds, Purpose::Data)?);
         let mut timed = |form: &'static str, experts: usize, seconds: f64| {
             let timing = Timing {
                 name: format!("{rows} x {inputs} to {outputs}, {experts} experts, {form}, {}", dtype.name()),
