@@ -8,8 +8,8 @@ use crate::cuda::peak::{Peaks, random};
 use crate::ops::experts::{Groups, ragged_input_gradient, ragged_linear, ragged_weight_gradient};
 use crate::{DType, Device, Purpose, ops};
 
-/// The first row of each of `experts` groups of `rows` rows, and the end of the last: loads from 0.4
-/// to 1.6 times the mean.
+/// The first row of each of `experts` groups of `rows` rows, and the end of the last: loads from
+/// 0.4 to 1.6 times the mean.
 fn bounds(rows: usize, experts: usize) -> Vec<i32> {
     let load = |expert: usize| 0.4 + 1.2 * ((expert * 7919) % experts) as f64 / (experts - 1).max(1) as f64;
     let all: f64 = (0..experts).map(load).sum();

@@ -107,8 +107,8 @@ impl Sizes {
 pub struct Timing {
     /// Unique among all.
     pub name: String,
-    /// `product`, `experts`, `attention`, `streaming`, or `fp8` for products of eight bits and the rounding of
-    /// their operands.
+    /// `product`, `experts`, `attention`, `streaming`, or `fp8` for products of eight bits and the
+    /// rounding of their operands.
     pub kind: &'static str,
     /// `forward`, `input-gradient`, `weight-gradient`, `backward`, or the name of a streaming
     /// kernel.
