@@ -188,19 +188,6 @@ KERNEL(expert_excess)(const int* counts, float* excess, int count, float unit, i
 
 // ---- rows to experts and back ----
 
-// A block a row.
-KERNEL(gather_rows)(const T* x, const int* tokens, T* y, int rows, int dim) {
-    int token = tokens[blockIdx.x];
-    const T *from = x + (i64)token * dim;
-    T *to = y + (i64)blockIdx.x * dim;
-    bool vectors = dim % PACK == 0 && all_aligned(x, y);
-    for (int i = (int)threadIdx.x * PACK; i < dim; i += (int)blockDim.x * PACK) {
-        float v[PACK] = {};
-        if (token >= 0) load_pack(from, i, dim, vectors, v);
-        store_pack(to, i, dim, vectors, v);
-    }
-}
-
 // A block a token: the sum of its choices' rows, in their order.
 KERNEL(combine_rows)(const T* rows, const int* places, const float* weights, const T* residual, T* y, int tokens, int top_k, int dim) {
     i64 token = blockIdx.x;
@@ -440,26 +427,27 @@ DEVICE void store_zeros(T *y, Rows rows, int columns) {
         y[(i64)(rows.first + i / width) * columns + (int)blockIdx.y * SIDE + i % width] = narrow(0.0f);
 }
 
+// y [rows, columns] = x [rows, depth] times the transpose of the weight of each group: with ALONG
+// weights are [columns, depth], else [depth, columns].
+template <bool ALONG> DEVICE void ragged_rows(const T *x, const T *w, const int *bounds, T *y, int rows, int columns, int depth, int groups, int weights) {
+    Rows mine = rows_of(bounds, groups, rows);
+    if (mine.group < 0) return store_zeros(y, mine, columns);
+    Operand<true> left = {x, depth, mine.first, mine.last};
+    const T *weight = w + (i64)(mine.group % weights) * columns * depth;
+    Operand<ALONG> right = {weight, ALONG ? depth : columns, (int)blockIdx.y * SIDE, columns};
+    ragged_product(left, right, 0, depth, [&](int row, int column, float low, float high) {
+        if (row < mine.last) store_pair(y + (i64)row * columns, column, columns, low, high);
+    });
+}
+
 // y = x w[e]^T: x [rows, k], w [weights n, k], y [rows, n].
 KERNEL_BOUNDS(ragged_linear, 256, 1)(const T* x, const T* w, const int* bounds, T* y, int rows, int n, int k, int groups, int weights) {
-    Rows mine = rows_of(bounds, groups, rows);
-    if (mine.group < 0) return store_zeros(y, mine, n);
-    Operand<true> left = {x, k, mine.first, mine.last};
-    Operand<true> right = {w + (i64)(mine.group % weights) * n * k, k, (int)blockIdx.y * SIDE, n};
-    ragged_product(left, right, 0, k, [&](int row, int column, float low, float high) {
-        if (row < mine.last) store_pair(y + (i64)row * n, column, n, low, high);
-    });
+    ragged_rows<true>(x, w, bounds, y, rows, n, k, groups, weights);
 }
 
 // dx = dy w[e]: dy [rows, n], w [weights n, k], dx [rows, k].
 KERNEL_BOUNDS(ragged_input_gradient, 256, 1)(const T* dy, const T* w, const int* bounds, T* dx, int rows, int n, int k, int groups, int weights) {
-    Rows mine = rows_of(bounds, groups, rows);
-    if (mine.group < 0) return store_zeros(dx, mine, k);
-    Operand<true> left = {dy, n, mine.first, mine.last};
-    Operand<false> right = {w + (i64)(mine.group % weights) * n * k, k, (int)blockIdx.y * SIDE, k};
-    ragged_product(left, right, 0, n, [&](int row, int column, float low, float high) {
-        if (row < mine.last) store_pair(dx + (i64)row * k, column, k, low, high);
-    });
+    ragged_rows<false>(dy, w, bounds, dx, rows, k, n, groups, weights);
 }
 
 // dw[e] (+)= dy^T x over the rows of group e: dy [.., n], x [.., k], dw [weights n, k].

@@ -82,8 +82,7 @@ pub fn eval_batches(tokens: &IndexedTokens, options: EvalOptions) -> Result<Eval
 impl EvalBatches<'_> {
     /// Number of batches.
     pub fn batches(&self) -> u64 {
-        let of_row = self.lengths.map_or(self.options.sequence_length, |lengths| lengths.text);
-        let rows = self.tokens_covered().div_ceil(of_row as u64);
+        let rows = self.tokens_covered().div_ceil(self.of_row());
         rows.div_ceil(self.options.rows as u64)
     }
 
@@ -95,6 +94,11 @@ impl EvalBatches<'_> {
     /// True if all of the split is read, and not only its beginning.
     pub fn is_whole(&self) -> bool {
         self.last == self.tokens.tokens() - 1 && self.lengths.is_none()
+    }
+
+    /// Number of tokens that a whole row goes over.
+    fn of_row(&self) -> u64 {
+        self.lengths.map_or(self.options.sequence_length, |lengths| lengths.text) as u64
     }
 
     fn batch(&mut self) -> Result<MicroBatch> {
@@ -132,6 +136,13 @@ impl Iterator for EvalBatches<'_> {
         let batch = self.batch();
         self.has_failed = batch.is_err();
         Some(batch)
+    }
+
+    /// Passes over `n` batches without reading them.
+    fn nth(&mut self, n: usize) -> Option<Result<MicroBatch>> {
+        let skipped = (n as u64).saturating_mul(self.options.rows as u64).saturating_mul(self.of_row());
+        self.next = self.next.saturating_add(skipped);
+        self.next()
     }
 }
 

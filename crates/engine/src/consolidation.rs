@@ -193,21 +193,23 @@ pub fn estimate(
     }
     let rank = &trained.rank;
     let options = settings.division.options(rank.model().vocab_size(), u64::MAX);
-    let opened = || texts.iter().map(|text| eval_batches(text, options));
-    let mut there = 0;
-    for text in opened() {
-        there += text?.count();
-    }
+    let opened = texts.iter().map(|text| eval_batches(text, options)).collect::<std::result::Result<Vec<_>, _>>()?;
+    let there = opened.iter().map(|batches| batches.batches() as usize).sum::<usize>();
     if there < settings.batches {
         return Err(does_not_fit(format!(
             "the text has {there} batches of {} tokens: ask for at most so many, or give more text",
             settings.division.sequence_length * settings.division.rows
         )));
     }
-    let taken: BTreeSet<usize> = (0..settings.batches).map(|batch| batch * there / settings.batches).collect();
-    let all = opened().collect::<std::result::Result<Vec<_>, _>>()?.into_iter().flatten();
-    let chosen = all.enumerate().filter(|(number, _)| taken.contains(number));
-    let batches = chosen.map(|(_, batch)| batch.map_err(EngineError::from));
+    let mut numbers = (0..settings.batches).map(|batch| batch * there / settings.batches).peekable();
+    let mut end = 0;
+    let chosen = opened.into_iter().flat_map(|mut text| {
+        let mut next = end;
+        end += text.batches() as usize;
+        let own: Vec<usize> = std::iter::from_fn(|| numbers.next_if(|number| *number < end)).collect();
+        own.into_iter().filter_map(move |number| text.nth(number - std::mem::replace(&mut next, number + 1)))
+    });
+    let batches = chosen.map(|batch| batch.map_err(EngineError::from));
     let Fisher { mut diagonal, targets, loss_sum } = fisher(rank, batches, settings.batches, done)?;
     let earlier = run.config.consolidation.from.as_deref().map(opened_at).transpose()?;
     let (mut fishers, mut weights) = (Vec::new(), Vec::new());

@@ -206,48 +206,44 @@ impl Link {
         to: &mut Tensor,
         receives: &[usize],
     ) -> Result<()> {
+        let Some(comm) = &self.host else { return Ok(to.copy_from(from)?) };
+        if let Some(circle) = &self.device {
+            return self.rows_by_nccl(circle, (from, sends), (to, receives));
+        }
         let row = from.last_dim() * from.dtype().size();
         let bytes = |rows: &[usize]| rows.iter().map(|rows| rows * row).collect::<Vec<_>>();
         let (sends, receives) = (bytes(sends), bytes(receives));
         let [sent, received] = [&sends, &receives].map(|parts| parts.iter().sum::<usize>());
-        let Some(comm) = &self.host else { return Ok(to.copy_from(from)?) };
-        if let Some(circle) = &self.device {
-            return self.rows_by_nccl(circle, (from, &sends), (to, &receives), row);
-        }
         from.with_bytes(|from| {
             to.with_bytes_mut(|to| comm.all_to_all_uneven(&from[..sent], &sends, &mut to[..received], &receives))
         })???;
         Ok(())
     }
 
-    /// [`Link::all_to_all_rows`] of rows of `row` bytes, from GPU to GPU.
+    /// [`Link::all_to_all_rows`] from GPU to GPU.
     fn rows_by_nccl(
         &self,
         circle: &Circle,
         (from, sends): (&Tensor, &[usize]),
-        (to, receives): (&mut Tensor, &[usize]),
-        row: usize,
+        (to, receives): (&Tensor, &[usize]),
     ) -> Result<()> {
-        let starts = |sizes: &[usize]| -> Vec<usize> {
-            sizes.iter().scan(0, |end, size| Some(std::mem::replace(end, *end + size))).collect()
+        let spans = |counts: &[usize]| -> Vec<Range<usize>> {
+            let next = |end: &mut usize, count: &usize| {
+                *end += count;
+                Some(*end - count..*end)
+            };
+            counts.iter().scan(0, next).collect()
         };
-        let (send_starts, receive_starts) = (starts(sends), starts(receives));
-        let own = |starts: &[usize], sizes: &[usize]| {
-            starts[self.index] / row..(starts[self.index] + sizes[self.index]) / row
-        };
-        let (stays, arrives) = (own(&send_starts, sends), own(&receive_starts, receives));
-        if !stays.is_empty() {
-            to.narrow(arrives)?.copy_from(&from.narrow(stays)?)?;
+        let (sends, receives) = (spans(sends), spans(receives));
+        if !sends[self.index].is_empty() {
+            to.narrow(receives[self.index].clone())?.copy_from(&from.narrow(sends[self.index].clone())?)?;
         }
-        let ((from, stream), (to, _)) = (placed(from)?, placed(to)?);
-        let others = |whole: Region, starts: &[usize], sizes: &[usize]| -> Vec<(usize, Region)> {
-            let peers = (0..self.size).filter(|peer| *peer != self.index);
-            let part =
-                |peer: usize| Region { address: whole.address + starts[peer] as u64, bytes: sizes[peer], ..whole };
-            peers.map(|peer| (peer, part(peer))).collect()
+        let of_others = |tensor: &Tensor, spans: &[Range<usize>]| {
+            let filled = self.others().filter(|peer| !spans[*peer].is_empty());
+            filled.map(|peer| Ok((peer, placed(&tensor.narrow(spans[peer].clone())?)?.0))).collect::<Result<Vec<_>>>()
         };
-        let (sends, receives) = (others(from, &send_starts, sends), others(to, &receive_starts, receives));
-        Ok(circle.exchange(stream, &sends, &receives)?)
+        let (_, stream) = placed(from)?;
+        Ok(circle.exchange(stream, &of_others(from, &sends)?, &of_others(to, &receives)?)?)
     }
 
     /// As [`Link::all_gather`], with the rank's own part already in its place.

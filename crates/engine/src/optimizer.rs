@@ -15,6 +15,7 @@
 //! and behind that what is held of an earlier run ([`crate::consolidation`]).
 
 mod averages;
+mod behind;
 mod consolidation;
 mod constrained;
 mod group;
@@ -29,7 +30,7 @@ use crate::rank::RankSettings;
 use crate::state::{GradientState, Holding, ParameterState, does_not_fit, lock, overlap};
 use crate::tier::{Lower, Store, Stored, Tiers, aligned};
 pub(crate) use averages::swap;
-pub(crate) use consolidation::Held;
+pub(crate) use behind::Behind;
 use group::Group;
 use on_host::Visit;
 use rule::Rule;

@@ -34,7 +34,7 @@ use crate::checkpoint::{Bytes, Checkpoint, CheckpointError, PlacedRuns, Region, 
 use crate::early_stopping::EarlyStopping;
 use crate::fp8::AmaxHistory;
 use crate::health::History;
-use crate::optimizer::StatePart;
+use crate::optimizer::{Behind, StatePart};
 use crate::precision::LossScaler;
 use crate::rank::{LowRankStart, Rank, Setting};
 use crate::state::{does_not_fit, overlap};
@@ -614,6 +614,17 @@ fn load_from(part: &str, rank: &mut Rank, checkpoint: &Checkpoint) -> Result<()>
     let named = |(id, spec): (ParamId, &ParameterSpec)| (id, (name_of(rank, id), spec.clone()));
     let specs: BTreeMap<_, _> = rank.model().parameters().map(named).collect();
     rank.set_masters(|id, range, values| {
+        let (name, spec) = &specs[&id];
+        fill(checkpoint, part, name, spec.whole_shape(), spec, range, values)
+    })
+}
+
+/// Loads one of the tensors behind the optimizer's state from a part of `checkpoint` that has the
+/// names and shapes of the parameters.
+fn load_behind(rank: &mut Rank, which: Behind, checkpoint: &Checkpoint, part: &str) -> Result<()> {
+    let specs: BTreeMap<_, _> =
+        trained_parameters(rank).map(|(id, spec)| (id, (name_of(rank, id), spec.clone()))).collect();
+    rank.set_behind(which, |id, range, values| {
         let (name, spec) = &specs[&id];
         fill(checkpoint, part, name, spec.whole_shape(), spec, range, values)
     })

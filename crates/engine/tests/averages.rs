@@ -12,7 +12,7 @@ mod small;
 #[path = "common/tensors.rs"]
 mod tensors;
 
-use common::{ON_THE_HOST, check_memory, resolve};
+use common::{ON_THE_HOST, check_memory};
 use layouts::*;
 use runs::copy;
 use small::{run, start};
@@ -276,13 +276,6 @@ fn memory_is_predicted_with_an_average() {
 
 #[test]
 fn impossible_averages_are_refused() {
-    let trouble = |sets: &[&str]| {
-        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
-        match resolve(&sets) {
-            Ok(_) => panic!("{sets:?} is accepted"),
-            Err(error) => error.to_string(),
-        }
-    };
     for (sets, words) in [
         (&["averaging.decay=0.9"][..], "averaging.decay has no effect"),
         (&["averaging.start_step=9"], "averaging.start_step has no effect"),
@@ -301,7 +294,7 @@ fn impossible_averages_are_refused() {
         (&["averaging.ema_decay=0.99"], "averaging.decay"),
         (&["training.ema_decay=0.99"], "averaging.decay"),
     ] {
-        let said = trouble(sets);
+        let said = common::refused(sets);
         assert!(said.contains(words), "{sets:?}: {said}");
     }
 }

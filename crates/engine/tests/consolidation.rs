@@ -13,7 +13,7 @@ mod small;
 #[path = "common/tensors.rs"]
 mod tensors;
 
-use common::{ON_THE_HOST, check_memory, resolve};
+use common::{ON_THE_HOST, check_memory};
 use layouts::*;
 use runs::copy;
 use small::{config, run, start};
@@ -295,13 +295,6 @@ fn memory_is_predicted_with_what_is_held() {
 
 #[test]
 fn what_cannot_be_held_is_refused() {
-    let trouble = |sets: &[&str]| {
-        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
-        match resolve(&sets) {
-            Ok(_) => panic!("{sets:?} is accepted"),
-            Err(error) => error.to_string(),
-        }
-    };
     for (sets, words) in [
         (&["consolidation.weight=3"][..], "consolidation.weight has no effect"),
         (&["consolidation.from=nowhere"], "consolidation.from names nowhere, which does not exist"),
@@ -311,7 +304,7 @@ fn what_cannot_be_held_is_refused() {
         (&["consolidation.from='/'", "update.rule=diloco", "parallel.ranks=2"], "ranks have different ones"),
         (&["optimizer.ewc_lambda=3"], "consolidation.weight"),
     ] {
-        let said = trouble(sets);
+        let said = common::refused(sets);
         assert!(said.contains(words), "{sets:?}: {said}");
     }
     let folder = tempfile::tempdir().unwrap();

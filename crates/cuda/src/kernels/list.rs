@@ -378,8 +378,6 @@ kernels! {
     /// excess [count] = (counts - their mean) unit, or added to it.
     EXPERT_EXCESS = "expert_excess", Experts, Rule::One,
         "const int* counts, float* excess, int count, float unit, int add";
-    /// Row tokens[i] of x as row i of y [rows, dim], zeros for -1.
-    GATHER_ROWS = "gather_rows", Experts, Rule::Rows, "const T* x, const int* tokens, T* y, int rows, int dim";
     /// y [tokens, dim] = residual? + sum_j weights?[j] rows[places[j]]: places and weights
     /// [tokens, top_k].
     COMBINE_ROWS = "combine_rows", Experts, Rule::Rows,

@@ -204,8 +204,10 @@ dtypes! {
                 let (x, out, weights) = (Buffer::new(&x), Buffer::new(&out), Buffer::new(&weights));
                 let (order, places) = (Buffer::new(&order), Buffer::new(&places));
                 let gathered = Buffer::<T>::empty(rows * dim);
-                let arguments = [x.at(), order.at(), gathered.at(), int(rows), int(dim)];
-                launch(&kernels::GATHER_ROWS, t, [rows, dim, 1], &arguments);
+                // Rows are read like those of a table.
+                let sizes = [rows, dim, 0, tokens, 0].map(int);
+                let arguments = [&[order.at(), x.at(), NULL, NULL, gathered.at()][..], &sizes].concat();
+                launch(&kernels::EMBEDDING, t, [rows * dim, 1, 1], &arguments);
                 let combine = |weights: Argument, residual: Argument| {
                     let y = Buffer::<T>::empty(tokens * dim);
                     let sizes = [int(tokens), int(2), int(dim)];

@@ -33,6 +33,13 @@ proptest! {
         let targets: Vec<i32> = batches.iter().flat_map(|b| b.targets.clone()).filter(|&t| t != IGNORE).collect();
         let expected: Vec<i32> = (1..total.min(most.map_or(total, |most| most as usize + 1))).filter(|t| !respect || !starts.contains(t)).map(|t| t as i32).collect();
         prop_assert_eq!(targets, expected);
+        // What is passed over is not read, and nothing else changes.
+        for skipped in 0..=batches.len() {
+            let mut others = eval_batches(&tokens, options).unwrap();
+            let found = others.nth(skipped).map(Result::unwrap);
+            prop_assert_eq!(found.map(|b| b.targets), batches.get(skipped).map(|b| b.targets.clone()));
+            prop_assert_eq!(others.count(), batches.len().saturating_sub(skipped + 1));
+        }
     }
 }
 

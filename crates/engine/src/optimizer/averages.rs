@@ -1,7 +1,7 @@
 //! The average of the weights over steps: an element for each of a chunk's masters, behind the
 //! chunk's state. The gaps between parameters are averaged too: they are zero and stay zero.
 
-use super::{Chunk, Optimizer, Staged};
+use super::{Behind, Chunk, Optimizer, Staged};
 use crate::Result;
 use crate::averaging::Averaging;
 use crate::state::{ParameterState, lock, overlap};
@@ -13,14 +13,6 @@ use trainyard_tensor::{DType, Purpose, Tensor};
 
 /// Elements that are exchanged with the average at a time.
 const AT_ONCE: usize = 1 << 18;
-
-impl Chunk {
-    /// The average in the chunk's state; None if there is none.
-    fn average(&self, state: Option<&Tensor>) -> Result<Option<Tensor>> {
-        let Some((start, state)) = self.average.zip(state) else { return Ok(None) };
-        Ok(Some(state.view(start, [self.range.len()])?))
-    }
-}
 
 impl Optimizer {
     /// The rule of the average; None if there is no average.
@@ -37,22 +29,8 @@ impl Optimizer {
         parameters: &ParameterState,
         share: f32,
     ) -> Result<()> {
-        let Some(mut average) = chunk.average(staged.state.as_ref())? else { return Ok(()) };
+        let Some(mut average) = chunk.behind(staged.state.as_ref(), Behind::Average)? else { return Ok(()) };
         Ok(optim::average(share, &self.masters_of(unit, chunk, staged, parameters)?, &mut average)?)
-    }
-
-    /// The masters of a chunk, which are in memory.
-    pub(super) fn masters_of(
-        &self,
-        unit: usize,
-        chunk: &Chunk,
-        staged: &Staged,
-        parameters: &ParameterState,
-    ) -> Result<Tensor> {
-        match &staged.masters {
-            Some(masters) => Ok(masters.view(0, [chunk.range.len()])?),
-            None => parameters.unit(unit).master_range(chunk.range.clone()),
-        }
     }
 
     /// The places of the average of elements `range` of a unit, by chunk, each with its number of
@@ -76,53 +54,18 @@ impl Optimizer {
         self.units[unit].iter().filter(|chunk| !overlap(range, &chunk.range).is_empty()).filter_map(part).collect()
     }
 
-    /// Sets the average of a unit. `set` is called for each chunk with the range of its elements
-    /// and the tensor to write their values to.
-    pub fn set_averages(
-        &self,
-        unit: usize,
-        mut set: impl FnMut(Range<usize>, &mut Tensor) -> Result<()>,
-    ) -> Result<()> {
-        for chunk in &self.units[unit] {
-            let staged = self.bring(chunk)?;
-            if let Some(mut average) = chunk.average(staged.state.as_ref())? {
-                set(chunk.range.clone(), &mut average)?;
-                self.take_back(chunk, &staged)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Exchanges the masters of a unit with their average, and writes this rank's part of the
     /// compute copy, which must be on the device. A second call restores every bit.
     pub fn swap_averages(&self, unit: usize, parameters: &ParameterState) -> Result<()> {
         for chunk in &self.units[unit] {
             let staged = self.bring(chunk)?;
-            let Some(average) = chunk.average(staged.state.as_ref())? else { continue };
+            let Some(average) = chunk.behind(staged.state.as_ref(), Behind::Average)? else { continue };
             let masters = self.masters_of(unit, chunk, &staged, parameters)?;
             swap(&masters, &average)?;
             parameters.unit(unit).write_copy(chunk.range.clone(), &masters)?;
             self.take_back(chunk, &staged)?;
         }
         Ok(())
-    }
-
-    /// The buffers of a chunk, outside of steps: those in memory, or its contents in the store.
-    pub(super) fn bring(&self, chunk: &Chunk) -> Result<Staged> {
-        let here = lock(&chunk.here).clone();
-        let Some(store) = self.store() else {
-            return here.map_or_else(|| self.buffers(chunk.range.len(), chunk.state_elements), Ok);
-        };
-        let mut staged = self.buffers(chunk.range.len(), chunk.state_elements)?;
-        self.read(store, chunk, &mut staged)?;
-        Ok(staged)
-    }
-
-    /// Writes what [`Optimizer::bring`] read from a store back to it.
-    pub(super) fn take_back(&self, chunk: &Chunk, staged: &Staged) -> Result<()> {
-        let Some(store) = self.store() else { return Ok(()) };
-        self.write_masters(store, chunk, staged)?;
-        self.write_state(store, chunk, staged)
     }
 }
 

@@ -2,24 +2,13 @@
 //! that are held, an element of each for each of a chunk's masters, behind the chunk's state. Both
 //! are zero in the gaps between parameters.
 
-use super::{Chunk, Optimizer, Staged};
+use super::{Behind, Chunk, Optimizer, Staged};
 use crate::Result;
 use crate::state::{GradientState, ParameterState};
 use std::ops::Range;
 use trainyard_model::UnitLayout;
 use trainyard_tensor::ops::optim;
 use trainyard_tensor::{Tensor, TensorError};
-
-/// One of the two tensors.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Held {
-    Fisher,
-    Weights,
-}
-
-impl Held {
-    pub const ALL: [Held; 2] = [Held::Fisher, Held::Weights];
-}
 
 impl Chunk {
     /// Makes room for both tensors at the end of the state.
@@ -29,14 +18,8 @@ impl Chunk {
     }
 
     /// Elements from the first of the two tensors to the second.
-    fn held_stride(&self) -> usize {
+    pub(super) fn held_stride(&self) -> usize {
         self.range.len().next_multiple_of(UnitLayout::ALIGN)
-    }
-
-    fn held(&self, state: Option<&Tensor>, which: Held) -> Result<Option<Tensor>> {
-        let Some((start, state)) = self.held.zip(state) else { return Ok(None) };
-        let start = start + if which == Held::Fisher { 0 } else { self.held_stride() };
-        Ok(Some(state.view(start, [self.range.len()])?))
     }
 }
 
@@ -44,24 +27,6 @@ impl Optimizer {
     /// The factor of the penalty; None if nothing is consolidated.
     pub fn consolidates(&self) -> Option<f64> {
         self.settings.as_ref().and_then(|settings| settings.consolidation).map(|penalty| penalty.weight)
-    }
-
-    /// Sets one of the tensors of a unit. `set` is called for each chunk with the range of its
-    /// elements and the tensor to write their values to.
-    pub(crate) fn set_held(
-        &self,
-        unit: usize,
-        which: Held,
-        mut set: impl FnMut(Range<usize>, &mut Tensor) -> Result<()>,
-    ) -> Result<()> {
-        for chunk in &self.units[unit] {
-            let staged = self.bring(chunk)?;
-            if let Some(mut held) = chunk.held(staged.state.as_ref(), which)? {
-                set(chunk.range.clone(), &mut held)?;
-                self.take_back(chunk, &staged)?;
-            }
-        }
-        Ok(())
     }
 
     /// Adds the gradient of the penalty to that of a chunk, which `gradient` gives by its range
@@ -78,8 +43,8 @@ impl Optimizer {
         gradient_scale: f32,
     ) -> Result<Option<Vec<f64>>> {
         let Some(weight) = self.consolidates() else { return Ok(None) };
-        let held = |which| chunk.held(staged.state.as_ref(), which);
-        let (Some(fisher), Some(weights)) = (held(Held::Fisher)?, held(Held::Weights)?) else {
+        let held = |which| chunk.behind(staged.state.as_ref(), which);
+        let (Some(fisher), Some(weights)) = (held(Behind::Fisher)?, held(Behind::HeldWeights)?) else {
             return Ok(Some(Vec::new()));
         };
         let masters = self.masters_of(unit, chunk, staged, parameters)?;

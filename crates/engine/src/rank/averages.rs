@@ -4,9 +4,7 @@ use super::Rank;
 use crate::Result;
 use crate::state::{lock, overlap};
 use crate::tier::Stored;
-use std::ops::Range;
 use trainyard_autograd::ParamId;
-use trainyard_tensor::Tensor;
 
 impl Rank {
     /// True if an average of the weights is kept.
@@ -25,22 +23,6 @@ impl Rank {
         let unit = self.parameters.unit(id.unit as usize);
         let range = overlap(&unit.layout().range(id.index as usize), &unit.held_masters());
         self.optimizer.averages(id.unit as usize, &range)
-    }
-
-    /// Sets the average of every parameter. `set` is called for each part that the rank holds, with
-    /// the parameter, the range of its elements, and the tensor to write their values to.
-    pub(crate) fn set_averages(
-        &mut self,
-        mut set: impl FnMut(ParamId, Range<usize>, &mut Tensor) -> Result<()>,
-    ) -> Result<()> {
-        for number in (0..self.model.units().len()).filter(|unit| self.parameters.holds(*unit)) {
-            let mut of_unit = |index: usize, range: Range<usize>, values: &mut Tensor| {
-                set(ParamId { unit: number as u32, index: index as u32 }, range, values)
-            };
-            let unit = self.parameters.unit(number);
-            self.optimizer.set_averages(number, |range, average| unit.set(range, average, &mut of_unit))?;
-        }
-        Ok(())
     }
 
     /// Exchanges the weights with their average, masters and compute copies. A second call restores

@@ -12,6 +12,7 @@
 
 mod apart;
 mod averages;
+mod behind;
 mod consolidation;
 mod dead_units;
 mod events;

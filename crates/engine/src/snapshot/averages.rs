@@ -1,12 +1,12 @@
 //! The average of the weights over steps in checkpoints: a part with the names and shapes of the
 //! part `model`.
 
-use super::{Writes, fill, held_parameters, load_from, name_of, read_state, region, trained_parameters};
+use super::{Writes, held_parameters, load_behind, load_from, name_of, read_state, region};
 use crate::Result;
 use crate::checkpoint::{Checkpoint, Region};
+use crate::optimizer::Behind;
 use crate::rank::Rank;
 use crate::state::does_not_fit;
-use std::collections::BTreeMap;
 
 /// The name of the part.
 pub(super) const PART: &str = "averages";
@@ -34,12 +34,7 @@ pub(super) fn restore(rank: &mut Rank, checkpoint: &Checkpoint, averaged: u64) -
     if !rank.has_averages() || !has_averages(checkpoint) {
         return Ok(0);
     }
-    let specs: BTreeMap<_, _> =
-        trained_parameters(rank).map(|(id, spec)| (id, (name_of(rank, id), spec.clone()))).collect();
-    rank.set_averages(|id, range, values| {
-        let (name, spec) = &specs[&id];
-        fill(checkpoint, PART, name, spec.whole_shape(), spec, range, values)
-    })?;
+    load_behind(rank, Behind::Average, checkpoint, PART)?;
     Ok(averaged)
 }
 

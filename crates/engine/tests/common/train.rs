@@ -35,6 +35,12 @@ pub fn resolved(sets: &[&str]) -> Resolved {
     resolve(&sets).unwrap()
 }
 
+/// The error of settings that are refused.
+pub fn refused(sets: &[&str]) -> String {
+    let owned: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+    resolve(&owned).err().unwrap_or_else(|| panic!("{sets:?} is accepted")).to_string()
+}
+
 pub fn resolve(sets: &[String]) -> Result<Resolved, ConfigError> {
     let tiny = trainyard_testing::tiny_llama(2)
         + "[training]\nsteps = 100\nsequence_length = 8\nglobal_batch_size = 8\n\

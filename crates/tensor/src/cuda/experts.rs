@@ -104,11 +104,6 @@ pub(crate) fn expert_excess(
     gpu.launch(&k::EXPERT_EXCESS, DType::F32, [1, 1, 1], args)
 }
 
-pub(crate) fn gather_rows(gpu: &Arc<Cuda>, x: &Tensor, tokens: &Tensor, y: &Tensor) -> Result<()> {
-    let (rows, dim) = (y.rows(), y.last_dim());
-    gpu.launch(&k::GATHER_ROWS, x.dtype(), [rows, dim, 1], args![x, tokens, y, rows, dim])
-}
-
 pub(crate) fn combine_rows(
     gpu: &Arc<Cuda>,
     rows: &Tensor,

@@ -186,7 +186,8 @@ pub fn gather_rows(x: &Tensor, tokens: &Tensor) -> Result<Tensor> {
     by_float!(OP, x.dtype(), T => x.device().launch_on(OP, work, |on| {
         let cpu = match on {
             On::Cpu(cpu) => cpu,
-            On::Cuda(gpu) => return cuda::gather_rows(gpu, x, tokens, &y),
+            // Rows of a table, of which there is none at -1.
+            On::Cuda(gpu) => return crate::cuda::embedding(gpu, tokens, x, 0, None, &y),
         };
         kernels::gather_rows(cpu, dim, x.get::<T>(), tokens.get(), y.get_mut::<T>());
         Ok(())
