@@ -45,6 +45,13 @@ fn expect_near(found: &[f64], expected: &[f64], within: f64) {
     assert!(!found.iter().zip(expected).any(far), "{found:?} against {expected:?}");
 }
 
+/// Every purpose takes the predicted memory, including the workspace of products.
+fn expect_memory_as_predicted(ran: &Ran) {
+    let table = ran.stdout.split("memory by purpose  measured   predicted").nth(1).unwrap();
+    let purposes = table.lines().skip(1).take_while(|line| line.starts_with("  "));
+    assert!(purposes.clone().count() >= 5 && purposes.clone().all(|line| line.ends_with("+0.0 %")), "{table}");
+}
+
 #[test]
 fn a_gpu_trains_evaluates_generates_and_goes_on_like_the_processor() {
     let folder = Folder::new();
@@ -64,10 +71,7 @@ fn a_gpu_trains_evaluates_generates_and_goes_on_like_the_processor() {
     let gpu = &sample["gpus"][0];
     assert_eq!((gpu["name"].as_str(), gpu["temperature_c"].as_f64()), (Some("Stand-in"), Some(60.0)), "{sample}");
     assert_eq!((gpu["mhz"].as_f64(), &gpu["slowed"][0]), (Some(1200.0), &Value::from("power limit")), "{sample}");
-    // Every purpose takes the predicted memory, including the workspace of products.
-    let table = ran.stdout.split("memory by purpose  measured   predicted").nth(1).unwrap();
-    let purposes = table.lines().skip(1).take_while(|line| line.starts_with("  "));
-    assert!(purposes.clone().count() >= 5 && purposes.clone().all(|line| line.ends_with("+0.0 %")), "{table}");
+    expect_memory_as_predicted(&ran);
 
     let say = |device: &str| {
         let asked =
@@ -163,6 +167,26 @@ fn a_mixture_trains_and_generates_on_gpus_like_on_the_processor() {
     }
     let [divided, through_host] = ["divided", "through-host"].map(|name| metrics(&folder, name, "loss"));
     assert_eq!(divided, through_host);
+}
+
+#[test]
+fn parts_of_sequences_train_on_gpus_like_on_the_processor() {
+    let folder = Folder::new();
+    let of_two = ["parallel.context_parallel_degree=2", "parallel.ranks=2", "training.cuda_graphs=auto"];
+    train(&folder, 2, "cpu", &of_two).ok();
+    let exchanges = [("gather", "all_gather", "nccl"), ("overlapped", "all_gather_overlapped", "nccl")];
+    let exchanges = exchanges.into_iter().chain([("heads", "all_to_all", "nccl"), ("host", "all_to_all", "host")]);
+    for (name, exchange, collectives) in exchanges {
+        let exchange = format!("parallel.context_parallel_exchange={exchange}");
+        let collectives = format!("parallel.collectives={collectives}");
+        let ran = train(&folder, 2, name, &[&of_two[..], &["device=cuda", &exchange, &collectives]].concat()).ok();
+        for key in ["loss", "grad_norm"] {
+            expect_near(&metrics(&folder, name, key), &metrics(&folder, "cpu", key), 1e-4);
+        }
+        expect_memory_as_predicted(&ran);
+    }
+    let [heads, host] = ["heads", "host"].map(|name| metrics(&folder, name, "loss"));
+    assert_eq!(heads, host);
 }
 
 #[test]

@@ -56,18 +56,24 @@ fn a_configuration_is_planned_for_this_machine() {
     assert!(!ran.stdout.contains("not runnable"), "{}", ran.stdout);
 }
 
-/// Sequences are divided on processors; on GPUs that is priced, and the plan says so.
+/// Its settings train on processors, as there is no GPU here.
 #[test]
-fn a_degree_that_gpus_cannot_run_is_priced_and_said_to_be() {
+fn long_sequences_over_gpus_are_planned_and_can_be_run() {
     let folder = Folder::new();
     folder.write("c.toml", TINY);
-    let plan = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--global-batch", "8"];
-    let long = ["--sequence-length", "8192", "--set", "model.max_sequence_length=8192"];
+    let plan = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--global-batch", "4"];
+    let long = ["--sequence-length", "2048", "--set", "model.max_sequence_length=2048"];
     let plan = [&plan[..], &long].concat();
     let ran = folder.run(&[&plan[..], &["--fix", "cp=2"]].concat()).ok();
-    assert!(ran.stdout.contains("cp 2, ") && ran.stdout.contains("not runnable yet"), "{}", ran.stdout);
-    let shown = folder.run(&[&plan[..], &["--fix", "cp=2", "--show", "1"]].concat()).ok();
-    assert!(shown.stdout.contains("the engine has no context parallelism on GPUs (degree 2)"), "{}", shown.stdout);
+    assert!(ran.stdout.contains("cp 2, ") && !ran.stdout.contains("not runnable"), "{}", ran.stdout);
+    let answer = folder.run(&[&plan[..], &["--fix", "cp=2", "--json"]].concat()).ok().stdout;
+    let answer: serde_json::Value = serde_json::from_str(&answer).unwrap();
+    let sets = answer["plans"][0]["sets"].as_array().unwrap();
+    assert!(sets.iter().any(|set| set == "parallel.context_parallel_degree=2"), "{sets:?}");
+    let here = sets.iter().filter_map(|set| set.as_str()).filter(|set| *set != "compute.device=cuda");
+    let train = ["train", "c.toml", "--set", "model.max_sequence_length=2048", "--set", "training.steps=1"];
+    let ran = folder.run(&train.into_iter().chain(here.flat_map(|set| ["--set", set])).collect::<Vec<_>>()).ok();
+    assert!(ran.stdout.contains("done: 1 step"), "{}", ran.stdout);
 }
 
 #[test]
@@ -201,8 +207,9 @@ fn a_runnable_plan_of_a_mixture_divides_its_experts_among_replicas() {
     let train = ["train", "c.toml", "--set", "training.steps=1"];
     let ran = folder.run(&train.into_iter().chain(mixture).chain(here).collect::<Vec<_>>()).ok();
     assert!(ran.stdout.contains("done: 1 step"), "{}", ran.stdout);
-    // Other trainers divide them inside a shard group, which is priced.
-    assert_eq!(answer(&["--fix", "ep=2,dp_shard=4"])["plans"][0]["runnable"], false);
+    assert_eq!(answer(&["--fix", "ep=2,tp=2,dp_replicate=2"])["plans"][0]["runnable"], true);
+    let refused = folder.run(&[&asked[..], &mixture, &["--fix", "ep=2,dp_shard=4"]].concat());
+    assert!(refused.stderr.contains("ep=2 does not divide the experts of 1 replica"), "{}", refused.stderr);
 }
 
 /// The planner of clusters once ignored the configuration's memory limit, and silently priced any

@@ -67,28 +67,27 @@ DEVICE void store_rows(const float (&sum)[OWN][PARTS], T *target, i64 stride, in
         }
 }
 
-KERNEL(attention)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+KERNEL(attention)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
     DYNAMIC_SHARED(tiles);
     float *queries = (float *)tiles, *keys = queries + ROWS * head_dim, *values = keys + COLUMNS * (head_dim + 1);
     Mask mask = {starts, ends, causal, window};
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, tokens), head = (int)blockIdx.y;
-    i64 stride = (i64)(heads + 2 * kv_heads) * head_dim;
-    const T *q = qkv + (i64)head * head_dim, *k = qkv + (i64)(heads + head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, rows), head = (int)blockIdx.y;
+    const T *k = kv + (i64)(head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
     int row = first + (int)warp_of() * OWN, from = keys_of(mask, first).first, to = keys_of(mask, last - 1).last;
     Bounds mine[OWN];
     float sum[OWN][PARTS], most[OWN], total[OWN], inverse[OWN];
     clear(sum);
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
-        mine[r] = keys_of(mask, min(row + r, tokens - 1));
+        mine[r] = keys_of(mask, min(row + r, rows - 1));
         most[r] = NEGATIVE_INFINITY;
         total[r] = 0.0f;
     }
-    copy_rows(queries, head_dim, ROWS, q, stride, first, last, head_dim);
+    copy_rows(queries, head_dim, ROWS, q + (i64)head * head_dim, q_stride, first, last, head_dim);
     for (int column = from; column < to; column += COLUMNS) {
         __syncthreads();
-        copy_rows(keys, head_dim + 1, COLUMNS, k, stride, column, to, head_dim);
-        copy_rows(values, head_dim + 1, COLUMNS, v, stride, column, to, head_dim);
+        copy_rows(keys, head_dim + 1, COLUMNS, k, kv_stride, column, to, head_dim);
+        copy_rows(values, head_dim + 1, COLUMNS, v, kv_stride, column, to, head_dim);
         __syncthreads();
         float s[OWN];
         multiply(s, queries, keys, head_dim);
@@ -112,36 +111,62 @@ KERNEL(attention)(const T* qkv, T* out, float* lse, const int* starts, const int
         total[r] = warp_sum(total[r]);
         // A sum of 0 where something is seen is an infinite score: it shall not look like a result.
         inverse[r] = mine[r].first < mine[r].last ? 1.0f / total[r] : 0.0f;
-        if (lane_of() == 0 && row + r < last) lse[(i64)head * tokens + row + r] = most[r] + logf(total[r]);
+        if (lane_of() == 0 && row + r < last) lse[(i64)head * rows + row + r] = most[r] + logf(total[r]);
     }
     store_rows(sum, out + (i64)head * head_dim, (i64)heads * head_dim, row, last, head_dim, inverse);
 }
 
-KERNEL(attention_delta)(const T* dout, const T* out, float* delta, int tokens, int heads, int head_dim) {
+KERNEL(attention_delta)(const T* dout, const T* out, const float* dlse, float* delta, int tokens, int heads, int head_dim) {
     i64 unit = (i64)blockIdx.x * (blockDim.x / 32) + warp_of();
     if (unit >= (i64)tokens * heads) return;
     float sum = 0.0f;
     for (int i = lane_of(); i < head_dim; i += 32) sum = fmaf(widen(dout[unit * head_dim + i]), widen(out[unit * head_dim + i]), sum);
     sum = warp_sum(sum);
-    if (lane_of() == 0) delta[unit % heads * tokens + unit / heads] = sum;
+    if (lane_of() == 0) delta[unit % heads * tokens + unit / heads] = dlse ? sum - dlse[unit] : sum;
 }
 
-KERNEL(attention_backward_queries)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+// A warp a query and head. `own` has seen a key at least: the query's.
+KERNEL(attention_join)(const T* own, const float* own_lse, T* out, float* lse, int units, int head_dim) {
+    i64 unit = (i64)blockIdx.x * (blockDim.x / 32) + warp_of();
+    if (unit >= units) return;
+    // All lanes have read it before one writes it.
+    float of_own = own_lse[unit], of_rest = __shfl_sync(FULL_WARP, lse[unit], 0), most = larger(of_own, of_rest);
+    of_own = expf(of_own - most);
+    of_rest = expf(of_rest - most);
+    float sum = of_own + of_rest;
+    for (i64 i = unit * head_dim + lane_of(); i < (unit + 1) * head_dim; i += 32) out[i] = narrow(of_own / sum * widen(own[i]) + of_rest / sum * widen(out[i]));
+    if (lane_of() == 0) lse[unit] = most + logf(sum);
+}
+
+KERNEL(attention_join_backward)(const T* dout, const T* out, const float* lse, const T* own, const float* own_lse, T* down, float* dlse, int units, int head_dim) {
+    i64 unit = (i64)blockIdx.x * (blockDim.x / 32) + warp_of();
+    if (unit >= units) return;
+    float weight = expf(own_lse[unit] - lse[unit]), sum = 0.0f;
+    for (i64 i = unit * head_dim + lane_of(); i < (unit + 1) * head_dim; i += 32) {
+        float d = widen(dout[i]);
+        down[i] = narrow(weight * d);
+        sum = fmaf(d, widen(own[i]) - widen(out[i]), sum);
+    }
+    sum = warp_sum(sum);
+    if (lane_of() == 0) dlse[unit] = weight * sum;
+}
+
+KERNEL(attention_backward_queries)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
     DYNAMIC_SHARED(tiles);
     float *queries = (float *)tiles, *outs = queries + ROWS * head_dim, *keys = outs + ROWS * head_dim, *values = keys + COLUMNS * (head_dim + 1);
     Mask mask = {starts, ends, causal, window};
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, tokens), head = (int)blockIdx.y;
-    i64 stride = (i64)(heads + 2 * kv_heads) * head_dim, out_stride = (i64)heads * head_dim;
-    const T *q = qkv + (i64)head * head_dim, *k = qkv + (i64)(heads + head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, rows), head = (int)blockIdx.y;
+    i64 out_stride = (i64)heads * head_dim;
+    const T *k = kv + (i64)(head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
     int row = first + (int)warp_of() * OWN, from = keys_of(mask, first).first, to = keys_of(mask, last - 1).last;
     float sum[OWN][PARTS], factor[OWN];
     clear(sum);
-    copy_rows(queries, head_dim, ROWS, q, stride, first, last, head_dim);
+    copy_rows(queries, head_dim, ROWS, q + (i64)head * head_dim, q_stride, first, last, head_dim);
     copy_rows(outs, head_dim, ROWS, dout + (i64)head * head_dim, out_stride, first, last, head_dim);
     for (int column = from; column < to; column += COLUMNS) {
         __syncthreads();
-        copy_rows(keys, head_dim + 1, COLUMNS, k, stride, column, to, head_dim);
-        copy_rows(values, head_dim + 1, COLUMNS, v, stride, column, to, head_dim);
+        copy_rows(keys, head_dim + 1, COLUMNS, k, kv_stride, column, to, head_dim);
+        copy_rows(values, head_dim + 1, COLUMNS, v, kv_stride, column, to, head_dim);
         __syncthreads();
         float s[OWN], ds[OWN];
         multiply(s, queries, keys, head_dim);
@@ -149,45 +174,44 @@ KERNEL(attention_backward_queries)(const T* qkv, const T* dout, const float* lse
         int at = column + (int)lane_of();
 #pragma unroll
         for (int r = 0; r < OWN; r++) {
-            int query = min(row + r, tokens - 1);
+            int query = min(row + r, rows - 1);
             Bounds b = keys_of(mask, query);
-            i64 place = (i64)head * tokens + query;
+            i64 place = (i64)head * rows + query;
             ds[r] = at >= b.first && at < b.last ? expf(s[r] * scale - lse[place]) * (ds[r] - delta[place]) : 0.0f;
         }
         add_product(sum, ds, keys, head_dim);
     }
 #pragma unroll
     for (int r = 0; r < OWN; r++) factor[r] = scale;
-    store_rows(sum, dqkv + (i64)head * head_dim, stride, row, last, head_dim, factor);
+    store_rows(sum, dq + (i64)head * head_dim, q_stride, row, last, head_dim, factor);
 }
 
-KERNEL(attention_backward_keys)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+KERNEL(attention_backward_keys)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
     DYNAMIC_SHARED(tiles);
     float *keys = (float *)tiles, *values = keys + ROWS * head_dim, *queries = values + ROWS * head_dim, *outs = queries + COLUMNS * (head_dim + 1);
     Mask mask = {starts, ends, causal, window};
-    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, tokens), kv = (int)blockIdx.y, group = heads / kv_heads;
-    i64 stride = (i64)(heads + 2 * kv_heads) * head_dim, out_stride = (i64)heads * head_dim;
-    i64 k_columns = (i64)(heads + kv) * head_dim, v_columns = k_columns + (i64)kv_heads * head_dim;
+    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, rows), kv_head = (int)blockIdx.y, group = heads / kv_heads;
+    i64 out_stride = (i64)heads * head_dim, k_columns = (i64)kv_head * head_dim, v_columns = k_columns + (i64)kv_heads * head_dim;
     int row = first + (int)warp_of() * OWN, from = queries_of(mask, first).first, to = queries_of(mask, last - 1).last;
     float dk[OWN][PARTS], dv[OWN][PARTS], factor[OWN], one[OWN];
     clear(dk);
     clear(dv);
-    copy_rows(keys, head_dim, ROWS, qkv + k_columns, stride, first, last, head_dim);
-    copy_rows(values, head_dim, ROWS, qkv + v_columns, stride, first, last, head_dim);
-    for (int head = kv * group; head < (kv + 1) * group; head++)
+    copy_rows(keys, head_dim, ROWS, kv + k_columns, kv_stride, first, last, head_dim);
+    copy_rows(values, head_dim, ROWS, kv + v_columns, kv_stride, first, last, head_dim);
+    for (int head = kv_head * group; head < (kv_head + 1) * group; head++)
         for (int column = from; column < to; column += COLUMNS) {
             __syncthreads();
-            copy_rows(queries, head_dim + 1, COLUMNS, qkv + (i64)head * head_dim, stride, column, to, head_dim);
+            copy_rows(queries, head_dim + 1, COLUMNS, q + (i64)head * head_dim, q_stride, column, to, head_dim);
             copy_rows(outs, head_dim + 1, COLUMNS, dout + (i64)head * head_dim, out_stride, column, to, head_dim);
             __syncthreads();
             float p[OWN], ds[OWN];
             multiply(p, keys, queries, head_dim);
             multiply(ds, values, outs, head_dim);
             int query = column + (int)lane_of();
-            i64 place = (i64)head * tokens + min(query, tokens - 1);
+            i64 place = (i64)head * columns + min(query, columns - 1);
 #pragma unroll
             for (int r = 0; r < OWN; r++) {
-                Bounds b = queries_of(mask, min(row + r, tokens - 1));
+                Bounds b = queries_of(mask, min(row + r, rows - 1));
                 p[r] = query >= b.first && query < b.last ? expf(p[r] * scale - lse[place]) : 0.0f;
                 ds[r] = p[r] * (ds[r] - delta[place]);
             }
@@ -196,8 +220,8 @@ KERNEL(attention_backward_keys)(const T* qkv, const T* dout, const float* lse, c
         }
 #pragma unroll
     for (int r = 0; r < OWN; r++) factor[r] = scale, one[r] = 1.0f;
-    store_rows(dk, dqkv + k_columns, stride, row, last, head_dim, factor);
-    store_rows(dv, dqkv + v_columns, stride, row, last, head_dim, one);
+    store_rows(dk, dkv + k_columns, kv_stride, row, last, head_dim, factor);
+    store_rows(dv, dkv + v_columns, kv_stride, row, last, head_dim, one);
 }
 
 // Four warps take the cache's rows in turn; what each has found is put together in the order of the

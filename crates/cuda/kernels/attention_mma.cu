@@ -11,7 +11,8 @@
 // A row is paired with the columns [first, last) that segments, causality and the window leave it.
 // Both bounds rise with the row, so that those of a block of rows go from its first row's first to
 // its last row's last. Packed sequences need nothing else: no list of tiles, and one launch
-// whatever the bounds.
+// whatever the bounds. Queries may be some of a sequence and their keys those of other ranks, in
+// rows of their own: then the bounds are given, and a row may be paired with nothing.
 //
 // The gradients are made by two kernels, one for the queries and one for keys and values, each
 // recomputing the probabilities from the log-sum-exp: seven products instead of five, but no sum is
@@ -75,23 +76,21 @@ template <int D, int N> DEVICE void add_product(float (&sum)[D / 8][4], const fl
 }
 
 template <int D, int N>
-DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float scale) {
+DEVICE void forward(const T *q, const T *kv, T *out, float *lse, Mask mask, Shape h, float scale) {
     DYNAMIC_SHARED(memory);
     T *queries = (T *)memory, *keys = queries + ROWS * D, *values = keys + 2 * N * D;
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.tokens), head = (int)blockIdx.y;
-    int kv = head / (h.heads / h.kv_heads);
-    i64 stride = Heads::stride(h);
-    const T *q = qkv + (i64)head * h.head_dim, *k = qkv + (i64)(h.heads + kv) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.rows), head = (int)blockIdx.y;
+    const T *k = kv + (i64)(head / (h.heads / h.kv_heads)) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
     int row = first + (int)warp_of() * 16;
     // Rows beyond the last take its bounds; what they come to is not stored.
-    auto bounds = [&](int query) { return keys_of(mask, min(query, h.tokens - 1)); };
+    auto bounds = [&](int query) { return keys_of(mask, min(query, h.rows - 1)); };
     Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
     Bounds mine[2] = {bounds(row + (int)(lane_of() >> 2)), bounds(row + 8 + (int)(lane_of() >> 2))};
     int from = bounds(first).first, to = bounds(last - 1).last;
 
-    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
-    copy_tile<D, N>(keys, k, stride, from, to, h.head_dim);
-    copy_tile<D, N>(values, v, stride, from, to, h.head_dim);
+    copy_tile<D, ROWS>(queries, q + (i64)head * h.head_dim, h.q_stride, first, last, h.head_dim);
+    copy_tile<D, N>(keys, k, h.kv_stride, from, to, h.head_dim);
+    copy_tile<D, N>(values, v, h.kv_stride, from, to, h.head_dim);
     commit_copies();
     float sum[D / 8][4];
     clear<D>(sum);
@@ -106,8 +105,8 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
             for (int step = 0; step < D / 16; step++) load_left<D>(a[step], queries, (int)warp_of() * 16, step);
         }
         if (column + N < to) {
-            copy_tile<D, N>(keys + (stage ^ 1) * N * D, k, stride, column + N, to, h.head_dim);
-            copy_tile<D, N>(values + (stage ^ 1) * N * D, v, stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(keys + (stage ^ 1) * N * D, k, h.kv_stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(values + (stage ^ 1) * N * D, v, h.kv_stride, column + N, to, h.head_dim);
             commit_copies();
         }
         Part part = part_of<N>(warp_first, warp_last, column);
@@ -122,37 +121,36 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
         add_product<D, N>(sum, s, values + stage * N * D);
     }
     float inverse[2];
-    finish(soft, inverse, lse + (i64)head * h.tokens, mine, row, last);
+    finish(soft, inverse, lse + (i64)head * h.rows, mine, row, last);
     store_rows<D>(sum, out + (i64)head * h.head_dim, (i64)h.heads * h.head_dim, row, last, h.head_dim, inverse[0], inverse[1]);
 }
 
 // dS = P (dP - delta), dQ = scale dS K, with P from the log-sum-exp and dP = dO V^T.
 template <int D, int N>
-DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
+DEVICE void backward_queries(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dq, Mask mask, Shape h, float scale) {
     DYNAMIC_SHARED(memory);
     T *queries = (T *)memory, *outs = queries + ROWS * D, *keys = outs + ROWS * D, *values = keys + 2 * N * D;
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.tokens), head = (int)blockIdx.y;
-    int kv = head / (h.heads / h.kv_heads);
-    i64 stride = Heads::stride(h), out_stride = (i64)h.heads * h.head_dim;
-    const T *q = qkv + (i64)head * h.head_dim, *k = qkv + (i64)(h.heads + kv) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.rows), head = (int)blockIdx.y;
+    i64 out_stride = (i64)h.heads * h.head_dim;
+    const T *k = kv + (i64)(head / (h.heads / h.kv_heads)) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
     int row = first + (int)warp_of() * 16;
-    auto bounds = [&](int query) { return keys_of(mask, min(query, h.tokens - 1)); };
+    auto bounds = [&](int query) { return keys_of(mask, min(query, h.rows - 1)); };
     Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
     Bounds mine[2];
     float about[2], deltas[2], factor = scale * LOG2E;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int query = min(row + 8 * r + (int)(lane_of() >> 2), h.tokens - 1);
+        int query = min(row + 8 * r + (int)(lane_of() >> 2), h.rows - 1);
         mine[r] = bounds(query);
-        about[r] = lse[(i64)head * h.tokens + query] * LOG2E;
-        deltas[r] = delta[(i64)head * h.tokens + query];
+        about[r] = lse[(i64)head * h.rows + query] * LOG2E;
+        deltas[r] = delta[(i64)head * h.rows + query];
     }
     int from = bounds(first).first, to = bounds(last - 1).last;
 
-    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(queries, q + (i64)head * h.head_dim, h.q_stride, first, last, h.head_dim);
     copy_tile<D, ROWS>(outs, dout + (i64)head * h.head_dim, out_stride, first, last, h.head_dim);
-    copy_tile<D, N>(keys, k, stride, from, to, h.head_dim);
-    copy_tile<D, N>(values, v, stride, from, to, h.head_dim);
+    copy_tile<D, N>(keys, k, h.kv_stride, from, to, h.head_dim);
+    copy_tile<D, N>(values, v, h.kv_stride, from, to, h.head_dim);
     commit_copies();
     float sum[D / 8][4];
     clear<D>(sum);
@@ -160,8 +158,8 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
         wait_copies<0>();
         __syncthreads();
         if (column + N < to) {
-            copy_tile<D, N>(keys + (stage ^ 1) * N * D, k, stride, column + N, to, h.head_dim);
-            copy_tile<D, N>(values + (stage ^ 1) * N * D, v, stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(keys + (stage ^ 1) * N * D, k, h.kv_stride, column + N, to, h.head_dim);
+            copy_tile<D, N>(values + (stage ^ 1) * N * D, v, h.kv_stride, column + N, to, h.head_dim);
             commit_copies();
         }
         Part part = part_of<N>(warp_first, warp_last, column);
@@ -179,35 +177,34 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
         if (!part.all) hide<N>(ds, mine, column, 0.0f);
         add_product<D, N>(sum, ds, keys + stage * N * D);
     }
-    store_rows<D>(sum, dqkv + (i64)head * h.head_dim, stride, row, last, h.head_dim, scale, scale);
+    store_rows<D>(sum, dq + (i64)head * h.head_dim, h.q_stride, row, last, h.head_dim, scale, scale);
 }
 
 // dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in
 // turn.
 template <int D, int N>
-DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
+DEVICE void backward_keys(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dkv, Mask mask, Shape h, int columns, float scale) {
     DYNAMIC_SHARED(memory);
     T *keys = (T *)memory, *values = keys + ROWS * D, *queries = values + ROWS * D, *outs = queries + 2 * N * D;
-    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, h.tokens), kv = (int)blockIdx.y, group = h.heads / h.kv_heads;
-    i64 stride = Heads::stride(h), out_stride = (i64)h.heads * h.head_dim;
-    i64 k_columns = (i64)(h.heads + kv) * h.head_dim, v_columns = k_columns + (i64)h.kv_heads * h.head_dim;
+    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, h.rows), kv_head = (int)blockIdx.y, group = h.heads / h.kv_heads;
+    i64 out_stride = (i64)h.heads * h.head_dim, k_columns = (i64)kv_head * h.head_dim, v_columns = k_columns + (i64)h.kv_heads * h.head_dim;
     int row = first + (int)warp_of() * 16;
-    auto bounds = [&](int key) { return queries_of(mask, min(key, h.tokens - 1)); };
+    auto bounds = [&](int key) { return queries_of(mask, min(key, h.rows - 1)); };
     Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
     Bounds mine[2] = {bounds(row + (int)(lane_of() >> 2)), bounds(row + 8 + (int)(lane_of() >> 2))};
-    int from = bounds(first).first, to = bounds(last - 1).last, steps = (to - from + N - 1) / N;
+    int from = bounds(first).first, to = bounds(last - 1).last, steps = max((to - from + N - 1) / N, 1);
     float factor = scale * LOG2E;
 
     // Tile `i` of the walk over all heads of the group and their queries.
     auto copy = [&](int i) {
-        i64 head = (i64)(kv * group + i / steps) * h.head_dim;
+        i64 head = (i64)(kv_head * group + i / steps) * h.head_dim;
         int column = from + i % steps * N;
-        copy_tile<D, N>(queries + (i & 1) * N * D, qkv + head, stride, column, to, h.head_dim);
+        copy_tile<D, N>(queries + (i & 1) * N * D, q + head, h.q_stride, column, to, h.head_dim);
         copy_tile<D, N>(outs + (i & 1) * N * D, dout + head, out_stride, column, to, h.head_dim);
         commit_copies();
     };
-    copy_tile<D, ROWS>(keys, qkv + k_columns, stride, first, last, h.head_dim);
-    copy_tile<D, ROWS>(values, qkv + v_columns, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(keys, kv + k_columns, h.kv_stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(values, kv + v_columns, h.kv_stride, first, last, h.head_dim);
     copy(0);
     float dk[D / 8][4], dv[D / 8][4];
     clear<D>(dk);
@@ -219,51 +216,51 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
         int column = from + i % steps * N;
         Part part = part_of<N>(warp_first, warp_last, column);
         if (part.none) continue;
-        const float *lses = lse + (i64)(kv * group + i / steps) * h.tokens, *deltas = delta + (lses - lse);
-        T *q = queries + (i & 1) * N * D, *o = outs + (i & 1) * N * D;
+        const float *lses = lse + (i64)(kv_head * group + i / steps) * columns, *deltas = delta + (lses - lse);
+        T *q_tile = queries + (i & 1) * N * D, *o_tile = outs + (i & 1) * N * D;
         float p[N / 8][4], ds[N / 8][4];
-        multiply<D, N>(p, keys, (int)warp_of() * 16, q);
+        multiply<D, N>(p, keys, (int)warp_of() * 16, q_tile);
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                int query = min(column + 8 * n + 2 * (int)(lane_of() & 3) + j, h.tokens - 1);
+                int query = min(column + 8 * n + 2 * (int)(lane_of() & 3) + j, columns - 1);
                 float about = lses[query] * LOG2E;
 #pragma unroll
                 for (int e = j; e < 4; e += 2) p[n][e] = power_of_two(p[n][e] * factor - about);
             }
         // Asked of every tile here: a branch would take more registers than there are.
         hide<N>(p, mine, column, 0.0f);
-        add_product<D, N>(dv, p, o);
-        multiply<D, N>(ds, values, (int)warp_of() * 16, o);
+        add_product<D, N>(dv, p, o_tile);
+        multiply<D, N>(ds, values, (int)warp_of() * 16, o_tile);
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                int query = min(column + 8 * n + 2 * (int)(lane_of() & 3) + (e & 1), h.tokens - 1);
+                int query = min(column + 8 * n + 2 * (int)(lane_of() & 3) + (e & 1), columns - 1);
                 ds[n][e] = p[n][e] * (ds[n][e] - deltas[query]);
             }
-        add_product<D, N>(dk, ds, q);
+        add_product<D, N>(dk, ds, q_tile);
     }
-    store_rows<D>(dk, dqkv + k_columns, stride, row, last, h.head_dim, scale, scale);
-    store_rows<D>(dv, dqkv + v_columns, stride, row, last, h.head_dim, 1.0f, 1.0f);
+    store_rows<D>(dk, dkv + k_columns, h.kv_stride, row, last, h.head_dim, scale, scale);
+    store_rows<D>(dv, dkv + v_columns, h.kv_stride, row, last, h.head_dim, 1.0f, 1.0f);
 }
 
-KERNEL_BOUNDS(attention_mma_64, THREADS, 1)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    forward<64, 64>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_mma_64, THREADS, 1)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward<64, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_mma_128, THREADS, 1)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    forward<128, 64>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_mma_128, THREADS, 1)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward<128, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_backward_queries_mma_64, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_queries<64, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_queries_mma_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_queries<64, 64>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_backward_queries_mma_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_queries<128, 32>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_queries_mma_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_queries<128, 32>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_backward_keys_mma_64, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_keys<64, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_keys_mma_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_keys<64, 64>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale);
 }
-KERNEL_BOUNDS(attention_backward_keys_mma_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_keys<128, 32>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_keys_mma_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_keys<128, 32>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale);
 }

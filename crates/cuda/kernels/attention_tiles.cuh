@@ -6,9 +6,9 @@
 #define THREADS 256
 #define LOG2E 1.4426950408889634f
 
-struct Heads {
-    int tokens, heads, kv_heads, head_dim;
-    DEVICE i64 stride(const Heads &h) { return (i64)(h.heads + 2 * h.kv_heads) * h.head_dim; }
+// Rows that blocks own, elements from one query to the next and from one key to the next, heads.
+struct Shape {
+    int rows, q_stride, kv_stride, heads, kv_heads, head_dim;
 };
 
 // Begins to copy COUNT rows of D columns from row `first` on, zeros for those at `last` and beyond

@@ -45,19 +45,17 @@ template <int D, int N> DEVICE void begin_sum(float (&sum)[D / 8][4], const unsi
 }
 
 template <int D, int N>
-DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float scale) {
+DEVICE void forward(const T *q, const T *kv, T *out, float *lse, Mask mask, Shape h, float scale) {
     OPERANDS_SHARED(memory);
     T *queries = (T *)memory, *keys = queries + ROWS * D, *values = keys + 2 * N * D;
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.tokens), head = (int)blockIdx.y;
-    int kv = head / (h.heads / h.kv_heads);
-    i64 stride = Heads::stride(h);
-    const T *q = qkv + (i64)head * h.head_dim, *k = qkv + (i64)(h.heads + kv) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.rows), head = (int)blockIdx.y;
+    const T *k = kv + (i64)(head / (h.heads / h.kv_heads)) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
     int row = first + (int)warp_of() * 16;
     // Rows beyond the last take its bounds; what they come to is not stored.
-    auto bounds = [&](int query) { return keys_of(mask, min(query, h.tokens - 1)); };
+    auto bounds = [&](int query) { return keys_of(mask, min(query, h.rows - 1)); };
     Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
     Bounds mine[2] = {bounds(row + (int)(lane_of() >> 2)), bounds(row + 8 + (int)(lane_of() >> 2))};
-    int from = bounds(first).first, to = bounds(last - 1).last, steps = (to - from + N - 1) / N;
+    int from = bounds(first).first, to = bounds(last - 1).last, steps = max((to - from + N - 1) / N, 1);
     float factor = scale * LOG2E, keep[2];
     float sum[D / 8][4], s[N / 8][4];
     unsigned p[N / 16][4];
@@ -66,12 +64,12 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
 
     // While tile i's keys are multiplied, those of i + 1 and the values of i are on their way.
     auto copy = [&](int i) {
-        if (i + 1 < steps) copy_tile<D, N>(keys + (i + 1 & 1) * N * D, k, stride, from + (i + 1) * N, to, h.head_dim);
-        copy_tile<D, N>(values + (i & 1) * N * D, v, stride, from + i * N, to, h.head_dim);
+        if (i + 1 < steps) copy_tile<D, N>(keys + (i + 1 & 1) * N * D, k, h.kv_stride, from + (i + 1) * N, to, h.head_dim);
+        copy_tile<D, N>(values + (i & 1) * N * D, v, h.kv_stride, from + i * N, to, h.head_dim);
         commit_copies();
     };
-    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
-    copy_tile<D, N>(keys, k, stride, from, to, h.head_dim);
+    copy_tile<D, ROWS>(queries, q + (i64)head * h.head_dim, h.q_stride, first, last, h.head_dim);
+    copy_tile<D, N>(keys, k, h.kv_stride, from, to, h.head_dim);
     commit_copies();
     arrive();
     copy(0);
@@ -106,39 +104,38 @@ DEVICE void forward(const T *qkv, T *out, float *lse, Mask mask, Heads h, float 
     wait_products<0>();
     settle(sum);
     float inverse[2];
-    finish(soft, inverse, lse + (i64)head * h.tokens, mine, row, last);
+    finish(soft, inverse, lse + (i64)head * h.rows, mine, row, last);
     store_rows<D>(sum, out + (i64)head * h.head_dim, (i64)h.heads * h.head_dim, row, last, h.head_dim, inverse[0], inverse[1]);
 }
 
 // dS = P (dP - delta), dQ = scale dS K, with P from the log-sum-exp and dP = dO V^T.
 template <int D, int N>
-DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
+DEVICE void backward_queries(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dq, Mask mask, Shape h, float scale) {
     OPERANDS_SHARED(memory);
     T *queries = (T *)memory, *outs = queries + ROWS * D, *keys = outs + ROWS * D, *values = keys + 2 * N * D;
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.tokens), head = (int)blockIdx.y;
-    int kv = head / (h.heads / h.kv_heads);
-    i64 stride = Heads::stride(h), out_stride = (i64)h.heads * h.head_dim;
-    const T *q = qkv + (i64)head * h.head_dim, *k = qkv + (i64)(h.heads + kv) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
+    int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.rows), head = (int)blockIdx.y;
+    i64 out_stride = (i64)h.heads * h.head_dim;
+    const T *k = kv + (i64)(head / (h.heads / h.kv_heads)) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
     int row = first + (int)warp_of() * 16;
-    auto bounds = [&](int query) { return keys_of(mask, min(query, h.tokens - 1)); };
+    auto bounds = [&](int query) { return keys_of(mask, min(query, h.rows - 1)); };
     Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
     Bounds mine[2];
     float about[2], deltas[2], factor = scale * LOG2E;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int query = min(row + 8 * r + (int)(lane_of() >> 2), h.tokens - 1);
+        int query = min(row + 8 * r + (int)(lane_of() >> 2), h.rows - 1);
         mine[r] = bounds(query);
-        about[r] = lse[(i64)head * h.tokens + query] * LOG2E;
-        deltas[r] = delta[(i64)head * h.tokens + query];
+        about[r] = lse[(i64)head * h.rows + query] * LOG2E;
+        deltas[r] = delta[(i64)head * h.rows + query];
     }
-    int from = bounds(first).first, to = bounds(last - 1).last, steps = (to - from + N - 1) / N;
+    int from = bounds(first).first, to = bounds(last - 1).last, steps = max((to - from + N - 1) / N, 1);
 
     auto copy = [&](int i) {
-        copy_tile<D, N>(keys + (i & 1) * N * D, k, stride, from + i * N, to, h.head_dim);
-        copy_tile<D, N>(values + (i & 1) * N * D, v, stride, from + i * N, to, h.head_dim);
+        copy_tile<D, N>(keys + (i & 1) * N * D, k, h.kv_stride, from + i * N, to, h.head_dim);
+        copy_tile<D, N>(values + (i & 1) * N * D, v, h.kv_stride, from + i * N, to, h.head_dim);
         commit_copies();
     };
-    copy_tile<D, ROWS>(queries, q, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(queries, q + (i64)head * h.head_dim, h.q_stride, first, last, h.head_dim);
     copy_tile<D, ROWS>(outs, dout + (i64)head * h.head_dim, out_stride, first, last, h.head_dim);
     copy(0);
     float sum[D / 8][4], s[N / 8][4], ds[N / 8][4];
@@ -174,40 +171,39 @@ DEVICE void backward_queries(const T *qkv, const T *dout, const float *lse, cons
         wait_products<0>();
         settle(sum);
     }
-    store_rows<D>(sum, dqkv + (i64)head * h.head_dim, stride, row, last, h.head_dim, scale, scale);
+    store_rows<D>(sum, dq + (i64)head * h.head_dim, h.q_stride, row, last, h.head_dim, scale, scale);
 }
 
 // dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in
 // turn.
 template <int D, int N>
-DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const float *delta, T *dqkv, Mask mask, Heads h, float scale) {
+DEVICE void backward_keys(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dkv, Mask mask, Shape h, int columns, float scale) {
     OPERANDS_SHARED(memory);
     T *keys = (T *)memory, *values = keys + ROWS * D, *queries = values + ROWS * D, *outs = queries + 2 * N * D;
     float *abouts = (float *)(outs + 2 * N * D), *deltas = abouts + 2 * N;
-    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, h.tokens), kv = (int)blockIdx.y, group = h.heads / h.kv_heads;
-    i64 stride = Heads::stride(h), out_stride = (i64)h.heads * h.head_dim;
-    i64 k_columns = (i64)(h.heads + kv) * h.head_dim, v_columns = k_columns + (i64)h.kv_heads * h.head_dim;
+    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, h.rows), kv_head = (int)blockIdx.y, group = h.heads / h.kv_heads;
+    i64 out_stride = (i64)h.heads * h.head_dim, k_columns = (i64)kv_head * h.head_dim, v_columns = k_columns + (i64)h.kv_heads * h.head_dim;
     int row = first + (int)warp_of() * 16;
-    auto bounds = [&](int key) { return queries_of(mask, min(key, h.tokens - 1)); };
+    auto bounds = [&](int key) { return queries_of(mask, min(key, h.rows - 1)); };
     Bounds warp_first = bounds(row), warp_last = bounds(row + 15);
     Bounds mine[2] = {bounds(row + (int)(lane_of() >> 2)), bounds(row + 8 + (int)(lane_of() >> 2))};
-    int from = bounds(first).first, to = bounds(last - 1).last, steps = (to - from + N - 1) / N;
+    int from = bounds(first).first, to = bounds(last - 1).last, steps = max((to - from + N - 1) / N, 1);
     float factor = scale * LOG2E;
 
     // Tile `i` of the walk over all heads of the group and their queries.
     auto copy = [&](int i) {
-        int head = kv * group + i / steps, column = from + i % steps * N, stage = i & 1;
-        copy_tile<D, N>(queries + stage * N * D, qkv + (i64)head * h.head_dim, stride, column, to, h.head_dim);
+        int head = kv_head * group + i / steps, column = from + i % steps * N, stage = i & 1;
+        copy_tile<D, N>(queries + stage * N * D, q + (i64)head * h.head_dim, h.q_stride, column, to, h.head_dim);
         copy_tile<D, N>(outs + stage * N * D, dout + (i64)head * h.head_dim, out_stride, column, to, h.head_dim);
         int at = (int)threadIdx.x % N;
         if (threadIdx.x < 2 * N) {
-            const float *source = (threadIdx.x < N ? lse : delta) + (i64)head * h.tokens + column + at;
+            const float *source = (threadIdx.x < N ? lse : delta) + (i64)head * columns + column + at;
             copy4_async((threadIdx.x < N ? abouts : deltas) + stage * N + at, source, column + at < to);
         }
         commit_copies();
     };
-    copy_tile<D, ROWS>(keys, qkv + k_columns, stride, first, last, h.head_dim);
-    copy_tile<D, ROWS>(values, qkv + v_columns, stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(keys, kv + k_columns, h.kv_stride, first, last, h.head_dim);
+    copy_tile<D, ROWS>(values, kv + v_columns, h.kv_stride, first, last, h.head_dim);
     copy(0);
     float dk[D / 8][4], dv[D / 8][4], p[N / 8][4], ds[N / 8][4];
     unsigned a[N / 16][4], b[N / 16][4];
@@ -215,14 +211,14 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
     clear<D>(dv);
     for (int i = 0; i < group * steps; i++) {
         int column = from + i % steps * N;
-        T *q = queries + (i & 1) * N * D, *o = outs + (i & 1) * N * D;
+        T *q_tile = queries + (i & 1) * N * D, *o_tile = outs + (i & 1) * N * D;
         // Of the lane's columns.
         const float *about = abouts + (i & 1) * N + 2 * (lane_of() & 3), *delta = deltas + (i & 1) * N + 2 * (lane_of() & 3);
         arrive();
         if (i + 1 < group * steps) copy(i + 1);
         begin_products();
-        begin_scores<D, N>(p, keys, q);
-        begin_scores<D, N>(ds, values, o);
+        begin_scores<D, N>(p, keys, q_tile);
+        begin_scores<D, N>(ds, values, o_tile);
         wait_products<1>();
         settle(p);
         bool all = part_of<N>(warp_first, warp_last, column).all;
@@ -244,32 +240,32 @@ DEVICE void backward_keys(const T *qkv, const T *dout, const float *lse, const f
         settle(a);
         settle(b);
         begin_products();
-        begin_sum<D, N>(dv, a, o);
-        begin_sum<D, N>(dk, b, q);
+        begin_sum<D, N>(dv, a, o_tile);
+        begin_sum<D, N>(dk, b, q_tile);
         wait_products<0>();
         settle(dv);
         settle(dk);
     }
-    store_rows<D>(dk, dqkv + k_columns, stride, row, last, h.head_dim, scale, scale);
-    store_rows<D>(dv, dqkv + v_columns, stride, row, last, h.head_dim, 1.0f, 1.0f);
+    store_rows<D>(dk, dkv + k_columns, h.kv_stride, row, last, h.head_dim, scale, scale);
+    store_rows<D>(dv, dkv + v_columns, h.kv_stride, row, last, h.head_dim, 1.0f, 1.0f);
 }
 
 // Two blocks run on a multiprocessor: one multiplies while the other computes exponentials.
-KERNEL_BOUNDS(attention_warpgroup_64, THREADS, 2)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    forward<64, 64>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_warpgroup_64, THREADS, 2)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward<64, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_warpgroup_128, THREADS, 1)(const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    forward<128, 128>(qkv, out, lse, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_warpgroup_128, THREADS, 1)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward<128, 128>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_backward_queries_warpgroup_64, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_queries<64, 128>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_queries_warpgroup_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_queries<64, 128>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_backward_queries_warpgroup_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_queries<128, 128>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_queries_warpgroup_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_queries<128, 128>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
 }
-KERNEL_BOUNDS(attention_backward_keys_warpgroup_64, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_keys<64, 128>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_keys_warpgroup_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_keys<64, 128>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale);
 }
-KERNEL_BOUNDS(attention_backward_keys_warpgroup_128, THREADS, 1)(const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_keys<128, 64>(qkv, dout, lse, delta, dqkv, Mask{starts, ends, causal, window}, Heads{tokens, heads, kv_heads, head_dim}, scale);
+KERNEL_BOUNDS(attention_backward_keys_warpgroup_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_keys<128, 64>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale);
 }

@@ -175,15 +175,22 @@ impl Link {
         }
     }
 
-    /// Sends part `j` of `from` to rank `j`, and receives its part for this rank into part `j` of
-    /// `to`, through host memory.
+    /// Sends part `j` of the rows of `from` to rank `j`, and receives its part for this rank into
+    /// part `j` of `to`.
     pub(crate) fn all_to_all(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
-        match &self.host {
-            Some(comm) => {
+        if from.device().is_meta() {
+            return Ok(());
+        }
+        match (&self.device, &self.host) {
+            (Some(circle), _) => {
+                let each = vec![from.rows() / self.size; self.size];
+                self.rows_by_nccl(circle, (from, &each), (to, &each))
+            }
+            (None, Some(comm)) => {
                 from.with_bytes(|from| to.overwrite_bytes(|to| comm.all_to_all(from, to)))???;
                 Ok(())
             }
-            None => Ok(to.copy_from(from)?),
+            (None, None) => Ok(to.copy_from(from)?),
         }
     }
 

@@ -136,7 +136,7 @@ fn plan(draw: &mut Draw) -> Vec<String> {
 /// Lowers, checks and predicts every rank's programs, as a plan does.
 fn plans(resolved: &Resolved) -> Result<(), EngineError> {
     let mesh = shape::mesh(resolved);
-    let answer = runnable(&mesh, false);
+    let answer = runnable(&mesh);
     assert!(answer.is_yes(), "a configuration that resolves is {answer}");
     for rank in 0..resolved.parallel.ranks as u32 {
         let spec = shape::model_spec(resolved)?;

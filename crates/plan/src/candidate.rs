@@ -122,7 +122,7 @@ impl Candidate {
 
     /// The answer to whether this program can run the candidate.
     pub fn runnable(&self) -> Runnable {
-        trainyard_program::runnable(&self.mesh, true)
+        trainyard_program::runnable(&self.mesh)
     }
 
     /// Degrees, ZeRO stage and format. Candidates of one layout differ only in how they run on it.

@@ -4,7 +4,7 @@ use crate::planner::{Facts, Planner};
 use crate::space::meshes;
 use crate::{Fixed, Limits, Request};
 use trainyard_base::format_bytes;
-use trainyard_program::{Mesh, runnable};
+use trainyard_program::ExpertRanks;
 use trainyard_sim::Cluster;
 
 /// A request without an answer.
@@ -175,16 +175,13 @@ fn contradictions(request: &Request, devices: u32) -> Vec<String> {
     if let Some(ep) = fixed.ep.filter(|ep| *ep > 1 && model.experts.is_none()) {
         said.push(format!("ep={ep} splits experts, which this model has none of"));
     }
-    let degree = |degree: Option<u32>| degree.unwrap_or(1);
-    let mesh = Mesh {
-        tp: degree(fixed.tp),
-        pp: degree(fixed.pp),
-        cp: degree(fixed.cp),
-        ep: degree(fixed.ep),
-        ..Mesh::default()
-    };
-    if fixed.runnable && !runnable(&mesh, true).is_yes() {
-        said.push(format!("{}: plan without --runnable", runnable(&mesh, true)));
+    if let Some(ep) = fixed.ep.filter(|_| fixed.expert_ranks() == ExpertRanks::Replicas) {
+        let others = [fixed.tp, fixed.pp, fixed.cp, fixed.dp_shard].into_iter().flatten().product::<u32>();
+        let replicas = fixed.dp_replicate.unwrap_or(devices / others.max(1));
+        if !replicas.is_multiple_of(ep.max(1)) {
+            let of = if replicas == 1 { "1 replica".to_owned() } else { format!("{replicas} replicas") };
+            said.push(format!("ep={ep} does not divide the experts of {of}"));
+        }
     }
     said
 }

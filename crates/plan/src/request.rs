@@ -104,7 +104,7 @@ impl Request {
 
     /// True if the plan is for a trainer that is not this program.
     pub fn is_for_another_trainer(&self) -> bool {
-        self.fixed.rules.as_ref().is_some_and(|rules| rules.name != "trainyard")
+        self.fixed.is_for_another_trainer()
     }
 
     /// The answer to whether this program can run a candidate with the model on these devices.

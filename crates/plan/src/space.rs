@@ -76,6 +76,19 @@ pub struct Fixed {
     pub rules: Option<Rules>,
 }
 
+impl Fixed {
+    /// True if the plan is for a trainer that is not this program.
+    pub fn is_for_another_trainer(&self) -> bool {
+        self.rules.as_ref().is_some_and(|rules| rules.name != "trainyard")
+    }
+
+    /// The ranks among which experts are divided: other trainers divide them inside a shard group,
+    /// this program among replicas.
+    pub fn expert_ranks(&self) -> ExpertRanks {
+        if self.is_for_another_trainer() { ExpertRanks::Shards } else { ExpertRanks::Replicas }
+    }
+}
+
 /// The activations that all blocks keep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -151,11 +164,10 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                     continue;
                 }
                 for dp_shard in shard_degrees(dp, devices_of_node(extent, tp * cp)) {
-                    // Other trainers divide experts inside a shard group, this program among
-                    // replicas.
-                    let (ranks, expert_ranks) = match fixed.runnable {
-                        true => (dp / dp_shard, ExpertRanks::Replicas),
-                        false => (dp_shard * cp, ExpertRanks::Shards),
+                    let expert_ranks = fixed.expert_ranks();
+                    let ranks = match expert_ranks {
+                        ExpertRanks::Replicas => dp / dp_shard,
+                        ExpertRanks::Shards => dp_shard * cp,
                     };
                     for ep in divisors(u64::from(extent.experts), ranks) {
                         let mesh = Mesh {
@@ -171,7 +183,7 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                             && allowed(fixed.dp_shard, mesh.dp_shard)
                             && allowed(fixed.ep, mesh.ep)
                             && ranks.is_multiple_of(ep)
-                            && (!fixed.runnable || runnable(&mesh, true).is_yes())
+                            && (!fixed.runnable || runnable(&mesh).is_yes())
                             && fixed.rules.as_ref().is_none_or(|rules| rules.allows(&mesh));
                         if wanted {
                             all.push(mesh);
@@ -357,14 +369,17 @@ mod tests {
         let all = candidates(&extent(), &runnable);
         assert!(all.iter().all(|candidate| candidate.runnable().is_yes()));
         assert!(all.iter().any(|candidate| candidate.mesh.tp > 1 && candidate.mesh.pp > 1));
-        let context = |fixed| candidates(&extent(), &fixed).iter().any(|candidate| candidate.mesh.cp > 1);
-        assert!(context(Fixed::default()) && !context(Fixed { runnable: true, ..Fixed::default() }));
-        // Experts are divided among replicas then, which is what this program runs.
+        assert!(all.iter().any(|candidate| candidate.mesh.cp > 1));
+        // Experts are divided among replicas, which is what this program runs; by other trainers
+        // inside a shard group.
         let mixture = Extent { experts: 8, ..extent() };
         let divides = |fixed| meshes(&mixture, &fixed).into_iter().filter(|mesh| mesh.ep > 1).collect::<Vec<_>>();
-        let (all_runnable, priced) = (divides(runnable.clone()), divides(Fixed::default()));
-        assert!(!all_runnable.is_empty() && all_runnable.iter().all(Mesh::experts_of_replicas));
-        assert!(!priced.is_empty() && !priced.iter().any(Mesh::experts_of_replicas));
+        let own = divides(Fixed::default());
+        assert_eq!(own, divides(runnable.clone()));
+        assert!(!own.is_empty() && own.iter().all(Mesh::experts_of_replicas));
+        let titan = crate::stacks::named("torchtitan").unwrap().rules;
+        let others = divides(Fixed { rules: Some(titan), ..Fixed::default() });
+        assert!(!others.is_empty() && !others.iter().any(Mesh::experts_of_replicas));
         // Offload to the host is for GPUs; CPU cores have no other host.
         let on_host = |candidate: &Candidate| candidate.offload != Offload::default();
         assert!(all.iter().any(on_host));

@@ -256,7 +256,6 @@ fn what_cannot_be_is_answered_with_the_nearest_that_would() {
         (Fixed { tp: Some(8), ..Fixed::default() }, ["more than a node's 4 devices", "leave tp open"]),
         (Fixed { tp: Some(4), dp_shard: Some(2), ..Fixed::default() }, ["make 8 devices", "leave dp_shard open"]),
         (Fixed { ep: Some(2), ..Fixed::default() }, ["which this model has none of", "leave ep open"]),
-        (Fixed { cp: Some(2), runnable: true, ..Fixed::default() }, ["without --runnable", "leave cp open"]),
     ] {
         says(&fix(fixed), &expected);
     }

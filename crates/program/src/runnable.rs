@@ -22,17 +22,14 @@ impl Runnable {
     }
 }
 
-/// The answer for `mesh` on GPUs or on CPUs: runnable, or the things that the engine lacks. A mesh
-/// that does not divide the model, for example its heads, is refused by the model instead.
-pub fn runnable(mesh: &Mesh, on_gpus: bool) -> Runnable {
-    let context = if on_gpus { mesh.cp } else { 1 };
+/// The answer for `mesh`: runnable, or the things that the engine lacks. A mesh that does not divide
+/// the model, for example its heads, is refused by the model instead.
+pub fn runnable(mesh: &Mesh) -> Runnable {
     // Experts are divided among replicas.
-    let experts = if mesh.experts_of_replicas() { 1 } else { mesh.ep };
-    let inside = "expert parallelism inside a shard group";
-    let degrees = [(context, "context parallelism on GPUs"), (experts, inside)];
-    let used = degrees.into_iter().filter(|(degree, _)| *degree > 1);
-    let lacks: Vec<String> = used.map(|(degree, name)| format!("{name} (degree {degree})")).collect();
-    if lacks.is_empty() { Runnable::Yes } else { Runnable::PricedOnly { lacks } }
+    if mesh.ep == 1 || mesh.experts_of_replicas() {
+        return Runnable::Yes;
+    }
+    Runnable::PricedOnly { lacks: vec![format!("expert parallelism inside a shard group (degree {})", mesh.ep)] }
 }
 
 impl Runnable {

@@ -134,19 +134,15 @@ fn strategies_that_do_not_fit_say_what_would() {
     let error = lower_rank(&common::model(6), &shards, &plain, 6).unwrap_err().to_string();
     assert_eq!(error, "rank 6 is not in a mesh of 6 ranks, 0 to 5");
     let mesh = Mesh { pp: 2, tp: 4, cp: 2, ep: 2, ..Mesh::default() };
-    let words = "priced, not runnable yet: the engine has no context parallelism on GPUs (degree 2), \
-                 no expert parallelism inside a shard group (degree 2)";
-    assert_eq!(runnable(&mesh, true).to_string(), words);
-    let inside = "the engine has no expert parallelism inside a shard group (degree 2)";
-    assert!(runnable(&mesh, false).to_string().ends_with(inside));
+    let words = "priced, not runnable yet: the engine has no expert parallelism inside a shard group (degree 2)";
+    assert_eq!(runnable(&mesh).to_string(), words);
+    assert_eq!(runnable(&Mesh { ep: 2, ..Mesh::data(1, 4) }).to_string(), words);
     let replicas = Mesh { ep: 2, ..Mesh::data(4, 1) };
-    assert_eq!(runnable(&replicas, false), Runnable::Yes);
-    assert_eq!(runnable(&replicas, true), Runnable::Yes);
-    assert!(!runnable(&Mesh { ep: 2, ..Mesh::data(1, 4) }, false).is_yes());
+    assert_eq!(runnable(&replicas), Runnable::Yes);
     let sharded = Mesh { pp: 2, cp: 2, ep: 2, expert_ranks: ExpertRanks::Replicas, ..Mesh::data(4, 2) };
-    assert_eq!(runnable(&sharded, false), Runnable::Yes);
-    assert_eq!(runnable(&Mesh { tp: 2, ..sharded }, false), Runnable::Yes);
+    assert_eq!(runnable(&sharded), Runnable::Yes);
+    assert_eq!(runnable(&Mesh { tp: 2, ..sharded }), Runnable::Yes);
     says(Mesh { ep: 3, ..sharded }, plain.clone(), "3 expert-parallel ranks do not divide 4 replicas");
-    assert_eq!(runnable(&Mesh { ep: 1, ..mesh }, false), Runnable::Yes);
-    assert_eq!(runnable(&shards, true), Runnable::Yes);
+    assert_eq!(runnable(&Mesh { ep: 1, ..mesh }), Runnable::Yes);
+    assert_eq!(runnable(&shards), Runnable::Yes);
 }

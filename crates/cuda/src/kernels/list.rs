@@ -4,7 +4,7 @@
 use super::{File, Kernel, Rule};
 
 macro_rules! kernels {
-    ($($(#[$doc:meta])* $constant:ident = $name:literal, $file:ident, $rule:expr, $signature:literal;)*) => {
+    ($($(#[$doc:meta])* $constant:ident = $name:literal, $file:ident, $rule:expr, $signature:expr;)*) => {
         $($(#[$doc])* pub static $constant: Kernel =
             Kernel { name: $name, file: File::$file, rule: $rule, signature: $signature };)*
         /// All of them.
@@ -26,24 +26,36 @@ const fn small_tiles(of_rows: u32) -> Rule {
 /// Elements of dropout whose random bits come from one group of counters.
 pub const DROPOUT_GROUP: usize = 128;
 
-// Attention reads a fused qkv [tokens, (heads + 2 kv_heads) head_dim]: query heads, key heads,
-// value heads. `starts` and `ends` [tokens] are the first row of each row's segment and the one
-// after its last; `window` is 0 for none; `lse` and `delta` are [heads, tokens]; out and dout are
-// [tokens, heads head_dim]. Sizes of the launch: tokens; query heads (key heads for the gradients
-// of keys); head_dim.
+// Attention reads queries q and keys and values kv, side by side; both may be parts of one fused
+// matrix of query heads, key heads, value heads. Rows are `q_stride` and `kv_stride` elements apart.
+// `starts` and `ends` [rows] are the first key of each query's segment and the one after its last;
+// for the gradients of keys, the queries of each key's. With `causal` (and a `window` that is not 0)
+// queries and keys are the same rows; without, segments are all that pairs them, and both bounds
+// rise with the row. `lse` and `delta` are [heads, queries]; out and dout are
+// [queries, heads head_dim]. Sizes of the launch: rows; query heads (key heads for the gradients of
+// keys); head_dim.
+const FORWARD: &str = "const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+const BACKWARD_QUERIES: &str = "const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+const BACKWARD_KEYS: &str = "const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+
 kernels! {
     /// out and lse, by multiply-adds: any dtype, head_dim up to 256.
-    ATTENTION = "attention", Attention, small_tiles(1),
-        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// delta = sum over columns of dout out: [heads, tokens]. Sizes: tokens times heads.
+    ATTENTION = "attention", Attention, small_tiles(1), FORWARD;
+    /// delta [heads, tokens] = sum over columns of dout out, less the gradient of the log-sum-exp,
+    /// dlse [tokens, heads]?. Sizes: tokens times heads.
     ATTENTION_DELTA = "attention_delta", Attention, Rule::Warps,
-        "const T* dout, const T* out, float* delta, int tokens, int heads, int head_dim";
-    /// The query columns of dqkv.
-    ATTENTION_BACKWARD_QUERIES = "attention_backward_queries", Attention, small_tiles(2),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
-    /// The key and value columns of dqkv. Sizes: tokens, kv_heads, head_dim.
-    ATTENTION_BACKWARD_KEYS = "attention_backward_keys", Attention, small_tiles(2),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+        "const T* dout, const T* out, const float* dlse, float* delta, int tokens, int heads, int head_dim";
+    /// out [units, head_dim] and lse [units], of attention over some keys, become those over these
+    /// and the keys of `own` and `own_lse`. Sizes: units, which are queries times heads.
+    ATTENTION_JOIN = "attention_join", Attention, Rule::Warps,
+        "const T* own, const float* own_lse, T* out, float* lse, int units, int head_dim";
+    /// The gradients of `own` and `own_lse`, of the joined out and lse.
+    ATTENTION_JOIN_BACKWARD = "attention_join_backward", Attention, Rule::Warps,
+        "const T* dout, const T* out, const float* lse, const T* own, const float* own_lse, T* down, float* dlse, int units, int head_dim";
+    /// The gradients of queries.
+    ATTENTION_BACKWARD_QUERIES = "attention_backward_queries", Attention, small_tiles(2), BACKWARD_QUERIES;
+    /// The gradients of keys and values, of `columns` queries. Sizes: rows, kv_heads, head_dim.
+    ATTENTION_BACKWARD_KEYS = "attention_backward_keys", Attention, small_tiles(2), BACKWARD_KEYS;
     /// New tokens over a cache: qkv [n, ..], keys and values
     /// [at least start + n, kv_heads head_dim], which hold the new tokens' too; out
     /// [n, heads head_dim]. Sizes: n, heads, head_dim.
@@ -55,46 +67,34 @@ kernels! {
         "const T* qkv, T* keys, T* values, int n, int start, int heads, int kv_heads, int head_dim";
 
     /// As `attention`, for heads of up to 64 columns on tensor cores.
-    ATTENTION_MMA_64 = "attention_mma_64", AttentionMma, tiles(48 << 10),
-        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_MMA_64 = "attention_mma_64", AttentionMma, tiles(48 << 10), FORWARD;
     /// As `attention`, for heads of up to 128 columns on tensor cores.
-    ATTENTION_MMA_128 = "attention_mma_128", AttentionMma, tiles(96 << 10),
-        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_MMA_128 = "attention_mma_128", AttentionMma, tiles(96 << 10), FORWARD;
     /// As `attention_backward_queries`, for heads of up to 64 columns on tensor cores.
-    ATTENTION_BACKWARD_QUERIES_MMA_64 = "attention_backward_queries_mma_64", AttentionMma, tiles(64 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_QUERIES_MMA_64 = "attention_backward_queries_mma_64", AttentionMma, tiles(64 << 10), BACKWARD_QUERIES;
     /// As `attention_backward_queries`, for heads of up to 128 columns on tensor cores.
-    ATTENTION_BACKWARD_QUERIES_MMA_128 = "attention_backward_queries_mma_128", AttentionMma, tiles(96 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_QUERIES_MMA_128 = "attention_backward_queries_mma_128", AttentionMma, tiles(96 << 10), BACKWARD_QUERIES;
     /// As `attention_backward_keys`, for heads of up to 64 columns on tensor cores.
-    ATTENTION_BACKWARD_KEYS_MMA_64 = "attention_backward_keys_mma_64", AttentionMma, tiles(64 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_KEYS_MMA_64 = "attention_backward_keys_mma_64", AttentionMma, tiles(64 << 10), BACKWARD_KEYS;
     /// As `attention_backward_keys`, for heads of up to 128 columns on tensor cores.
-    ATTENTION_BACKWARD_KEYS_MMA_128 = "attention_backward_keys_mma_128", AttentionMma, tiles(96 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_KEYS_MMA_128 = "attention_backward_keys_mma_128", AttentionMma, tiles(96 << 10), BACKWARD_KEYS;
 
     /// As `attention`, for heads of up to 64 columns by warpgroups on the tensor cores of Hopper.
-    ATTENTION_WARPGROUP_64 = "attention_warpgroup_64", AttentionWarpgroup, tiles(48 << 10),
-        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_WARPGROUP_64 = "attention_warpgroup_64", AttentionWarpgroup, tiles(48 << 10), FORWARD;
     /// As `attention`, for heads of up to 128 columns by warpgroups on the tensor cores of Hopper.
-    ATTENTION_WARPGROUP_128 = "attention_warpgroup_128", AttentionWarpgroup, tiles(160 << 10),
-        "const T* qkv, T* out, float* lse, const int* starts, const int* ends, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_WARPGROUP_128 = "attention_warpgroup_128", AttentionWarpgroup, tiles(160 << 10), FORWARD;
     /// As `attention_backward_queries`, for heads of up to 64 columns by warpgroups on the tensor
     /// cores of Hopper.
-    ATTENTION_BACKWARD_QUERIES_WARPGROUP_64 = "attention_backward_queries_warpgroup_64", AttentionWarpgroup, tiles(96 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_QUERIES_WARPGROUP_64 = "attention_backward_queries_warpgroup_64", AttentionWarpgroup, tiles(96 << 10), BACKWARD_QUERIES;
     /// As `attention_backward_queries`, for heads of up to 128 columns by warpgroups on the tensor
     /// cores of Hopper.
-    ATTENTION_BACKWARD_QUERIES_WARPGROUP_128 = "attention_backward_queries_warpgroup_128", AttentionWarpgroup, tiles(192 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_QUERIES_WARPGROUP_128 = "attention_backward_queries_warpgroup_128", AttentionWarpgroup, tiles(192 << 10), BACKWARD_QUERIES;
     /// As `attention_backward_keys`, for heads of up to 64 columns by warpgroups on the tensor
     /// cores of Hopper.
-    ATTENTION_BACKWARD_KEYS_WARPGROUP_64 = "attention_backward_keys_warpgroup_64", AttentionWarpgroup, tiles(98 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_KEYS_WARPGROUP_64 = "attention_backward_keys_warpgroup_64", AttentionWarpgroup, tiles(98 << 10), BACKWARD_KEYS;
     /// As `attention_backward_keys`, for heads of up to 128 columns by warpgroups on the tensor
     /// cores of Hopper.
-    ATTENTION_BACKWARD_KEYS_WARPGROUP_128 = "attention_backward_keys_warpgroup_128", AttentionWarpgroup, tiles(129 << 10),
-        "const T* qkv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dqkv, int tokens, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    ATTENTION_BACKWARD_KEYS_WARPGROUP_128 = "attention_backward_keys_warpgroup_128", AttentionWarpgroup, tiles(129 << 10), BACKWARD_KEYS;
 
     /// y = x / rms(x) weight: x, y [rows, dim], inv_rms [rows].
     RMS_NORM = "rms_norm", Norm, Rule::Rows,

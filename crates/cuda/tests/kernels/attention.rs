@@ -2,7 +2,7 @@
 //! form on tensor cores has those of the CPU's tiles, which round probabilities and their gradients
 //! to the operands' dtype too.
 
-use super::device::{Buffer, both_orders, dtypes, float, launch, on_hopper, values, wide};
+use super::device::{Buffer, NULL, both_orders, dtypes, float, launch, on_hopper, values, wide};
 use trainyard_cuda::kernels::{self, Argument, AttentionForm, AttentionKernels, Float};
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::reference::attention::{self as oracle, Valued};
@@ -66,29 +66,76 @@ fn scaled<T: Element>(seed: u64, len: usize) -> Vec<T> {
 }
 
 /// The first row of each row's segment, and the one after its last.
-fn bounds(cu: &[i32]) -> (Buffer<i32>, Buffer<i32>) {
+fn bounds(cu: &[i32]) -> [Buffer<i32>; 2] {
     let each = |which: usize| -> Vec<i32> {
         cu.windows(2).flat_map(|pair| vec![pair[which]; (pair[1] - pair[0]) as usize]).collect()
     };
-    (Buffer::new(&each(0)), Buffer::new(&each(1)))
+    [0, 1].map(|which| Buffer::new(&each(which)))
 }
 
-fn shape(spec: &AttentionSpec, tokens: usize) -> Vec<Argument> {
-    let sizes = [tokens, spec.heads, spec.kv_heads, spec.head_dim].map(|n| Argument::I32(n as i32));
+/// Queries and keys: rows, and elements from one row to the next.
+#[derive(Clone, Copy)]
+struct Sizes {
+    queries: [usize; 2],
+    keys: [usize; 2],
+}
+
+/// What comes after the pointers: `sizes`, heads, and the mask.
+fn shape(spec: &AttentionSpec, sizes: &[usize]) -> Vec<Argument> {
+    let heads = [spec.heads, spec.kv_heads, spec.head_dim];
+    let sizes = sizes.iter().chain(&heads).map(|n| Argument::I32(*n as i32));
     let window = Argument::I32(spec.window.unwrap_or(0) as i32);
-    [&sizes[..], &[Argument::F32(spec.scale), Argument::I32(i32::from(spec.causal)), window]].concat()
+    sizes.chain([Argument::F32(spec.scale), Argument::I32(i32::from(spec.causal)), window]).collect()
 }
 
-/// Forward: out and lse.
-fn forward<T: Element>(kernels: AttentionKernels, spec: &AttentionSpec, cu: &[i32], qkv: &[T]) -> (Vec<T>, Vec<f32>) {
-    let tokens = *cu.last().unwrap() as usize;
-    let (starts, ends) = bounds(cu);
-    let (qkv, out, lse) =
-        (Buffer::new(qkv), Buffer::<T>::empty(tokens * spec.q_cols()), Buffer::<f32>::empty(spec.heads * tokens));
-    let pointers = [qkv.at(), out.at(), lse.at(), starts.at(), ends.at()];
-    let sizes = [tokens, spec.heads, spec.head_dim];
-    launch(kernels.forward, float::<T>(), sizes, &[&pointers[..], &shape(spec, tokens)].concat());
+/// Forward of queries and keys that lie at pointers: out and lse.
+fn forward_at<T: Element>(
+    kernels: AttentionKernels,
+    spec: &AttentionSpec,
+    [q, kv]: [Argument; 2],
+    Sizes { queries: [rows, q_stride], keys: [_, kv_stride] }: Sizes,
+    seen: &[Buffer<i32>; 2],
+) -> (Vec<T>, Vec<f32>) {
+    let (out, lse) = (Buffer::<T>::empty(rows * spec.q_cols()), Buffer::<f32>::empty(spec.heads * rows));
+    let pointers = [q, kv, out.at(), lse.at(), seen[0].at(), seen[1].at()];
+    let arguments = [&pointers[..], &shape(spec, &[rows, q_stride, kv_stride])].concat();
+    launch(kernels.forward, float::<T>(), [rows, spec.heads, spec.head_dim], &arguments);
     (out.get(), lse.get())
+}
+
+/// Writes the gradients of queries and keys to pointers.
+fn backward_at<T: Element>(
+    kernels: AttentionKernels,
+    spec: &AttentionSpec,
+    [q, kv, dq, dkv]: [Argument; 4],
+    Sizes { queries: [queries, q_stride], keys: [keys, kv_stride] }: Sizes,
+    [seen, seeing]: [&[Buffer<i32>; 2]; 2],
+    (dout, out, lse): (&[T], &[T], &[f32]),
+) {
+    let delta = Buffer::<f32>::empty(spec.heads * queries);
+    let (dout, out, lse) = (Buffer::new(dout), Buffer::new(out), Buffer::new(lse));
+    let sizes = [queries, spec.heads, spec.head_dim].map(|n| Argument::I32(n as i32));
+    let arguments = [&[dout.at(), out.at(), NULL, delta.at()][..], &sizes].concat();
+    launch(&kernels::ATTENTION_DELTA, float::<T>(), [queries * spec.heads, 1, 1], &arguments);
+    let given = [q, kv, dout.at(), lse.at(), delta.at()];
+    let of_queries = [&given[..], &[seen[0].at(), seen[1].at(), dq]].concat();
+    let arguments = [&of_queries[..], &shape(spec, &[queries, q_stride, kv_stride])].concat();
+    launch(kernels.backward_queries, float::<T>(), [queries, spec.heads, spec.head_dim], &arguments);
+    let of_keys = [&given[..], &[seeing[0].at(), seeing[1].at(), dkv]].concat();
+    let arguments = [&of_keys[..], &shape(spec, &[keys, queries, q_stride, kv_stride])].concat();
+    launch(kernels.backward_keys, float::<T>(), [keys, spec.kv_heads, spec.head_dim], &arguments);
+}
+
+fn fused(spec: &AttentionSpec, tokens: usize) -> Sizes {
+    let size = [tokens, spec.q_cols() + 2 * spec.kv_cols()];
+    Sizes { queries: size, keys: size }
+}
+
+/// Forward of a fused matrix: out and lse.
+fn forward<T: Element>(kernels: AttentionKernels, spec: &AttentionSpec, cu: &[i32], qkv: &[T]) -> (Vec<T>, Vec<f32>) {
+    let qkv = Buffer::new(qkv);
+    let read = [qkv.at(), qkv.at_element(spec.q_cols())];
+    forward_at(kernels, spec, read, fused(spec, *cu.last().unwrap() as usize), &bounds(cu))
 }
 
 fn backward<T: Element>(
@@ -100,17 +147,11 @@ fn backward<T: Element>(
     out: &[T],
     lse: &[f32],
 ) -> Vec<T> {
-    let tokens = *cu.last().unwrap() as usize;
-    let (starts, ends) = bounds(cu);
-    let (dqkv, delta) = (Buffer::<T>::empty(qkv.len()), Buffer::<f32>::empty(spec.heads * tokens));
-    let (qkv, dout, out, lse) = (Buffer::new(qkv), Buffer::new(dout), Buffer::new(out), Buffer::new(lse));
-    let sizes = [tokens, spec.heads, spec.head_dim].map(|n| Argument::I32(n as i32));
-    let arguments = [&[dout.at(), out.at(), delta.at()][..], &sizes].concat();
-    launch(&kernels::ATTENTION_DELTA, float::<T>(), [tokens * spec.heads, 1, 1], &arguments);
-    let pointers = [qkv.at(), dout.at(), lse.at(), delta.at(), starts.at(), ends.at(), dqkv.at()];
-    let arguments = [&pointers[..], &shape(spec, tokens)].concat();
-    launch(kernels.backward_queries, float::<T>(), [tokens, spec.heads, spec.head_dim], &arguments);
-    launch(kernels.backward_keys, float::<T>(), [tokens, spec.kv_heads, spec.head_dim], &arguments);
+    let (dqkv, qkv, seen) = (Buffer::<T>::empty(qkv.len()), Buffer::new(qkv), bounds(cu));
+    let [keys, of_keys] = [&qkv, &dqkv].map(|matrix| matrix.at_element(spec.q_cols()));
+    let pointers = [qkv.at(), keys, dqkv.at(), of_keys];
+    let sizes = fused(spec, *cu.last().unwrap() as usize);
+    backward_at(kernels, spec, pointers, sizes, [&seen, &seen], (dout, out, lse));
     dqkv.get()
 }
 
@@ -198,6 +239,77 @@ fn sequences_longer_than_every_tile_conform() {
     }
     conforms::<bf16>(true, &AttentionSpec::causal(1, 1, 128), &[0, 261]);
     conforms::<bf16>(true, &AttentionSpec { causal: false, ..AttentionSpec::causal(2, 1, 32) }, &[0, 301]);
+}
+
+/// Segments of fewer queries than keys, whose last ones pair up; of no queries, whose keys have
+/// gradients of zero; and of no keys, whose queries see nothing.
+#[test]
+fn queries_over_keys_in_rows_of_their_own_conform() {
+    fn check<T: Element>(spec: &AttentionSpec, cu_q: &[i32], cu_k: &[i32]) {
+        let (queries, keys) = (cu_q[cu_q.len() - 1], cu_k[cu_k.len() - 1]);
+        let segments = || cu_q.windows(2).zip(cu_k.windows(2));
+        // The keys of each query, and the queries of each key.
+        let (mut seen, mut seeing) = ([vec![], vec![]], [vec![], vec![]]);
+        for (q, k) in segments() {
+            let apart = k[1] - q[1];
+            let window = spec.window.map_or(keys, |window| window as i32);
+            for query in q[0]..q[1] {
+                let position = query + apart;
+                seen[0].push(k[0].max(position - window + 1));
+                seen[1].push(if spec.causal { position + 1 } else { k[1] });
+            }
+            for key in k[0]..k[1] {
+                let first = if spec.causal { (key - apart).clamp(q[0], q[1]) } else { q[0] };
+                seeing[0].push(first);
+                seeing[1]
+                    .push(if spec.causal { q[1].min((key - apart).saturating_add(window)) } else { q[1] }.max(first));
+            }
+        }
+        let [seen, seeing] = [seen, seeing].map(|bounds| bounds.map(|bounds| Buffer::new(&bounds)));
+        let plain = AttentionSpec { causal: false, window: None, ..*spec };
+        let (queries, keys) = (queries as usize, keys as usize);
+        let (nq, nkv) = (spec.q_cols(), spec.kv_cols());
+        let sizes = Sizes { queries: [queries, nq], keys: [keys, 2 * nkv] };
+        let (q, kv, dout) =
+            (scaled::<T>(1, queries * nq), scaled::<T>(2, keys * 2 * nkv), scaled::<T>(3, queries * nq));
+        let [k, v] = [0..nkv, nkv..2 * nkv].map(|range| wide(&columns(&kv, 2 * nkv, range)));
+        let want = oracle::forward(spec, &wide(&q), &k, &v, cu_q, cu_k);
+        let gradients = oracle::backward(spec, &wide(&q), &k, &v, &wide(&dout), cu_q, cu_k);
+        for form in forms::<T>(spec.head_dim, spec.scale, true) {
+            let kernels = form.kernels(spec.head_dim);
+            let (q, kv) = (Buffer::new(&q), Buffer::new(&kv));
+            let (out, lse) = both_orders(|| forward_at::<T>(kernels, &plain, [q.at(), kv.at()], sizes, &seen));
+            let (dq, dkv) = both_orders(|| {
+                let (dq, dkv) = (Buffer::<T>::empty(queries * nq), Buffer::<T>::empty(keys * 2 * nkv));
+                let pointers = [q.at(), kv.at(), dq.at(), dkv.at()];
+                backward_at(kernels, &plain, pointers, sizes, [&seen, &seeing], (&dout, &out, &lse));
+                (dq.get(), dkv.get())
+            });
+            let cores = form != AttentionForm::MultiplyAdds;
+            let tolerance = Tolerance::of(T::DTYPE, cores, spec, want.score_magnitude, keys * spec.group());
+            let name = format!("{} {} {spec:?} {cu_q:?} {cu_k:?}", kernels.forward.name, T::DTYPE);
+            tolerance.check(&format!("out of {name}"), &out, &want.out);
+            for (got, want) in lse.iter().zip(&want.lse) {
+                let close = (f64::from(*got) - want).abs() <= 1e-4 + unit(DType::F32) * want.abs() * 2.0;
+                assert!(close || f64::from(*got) == *want, "lse of {name}: {got}, not {want}");
+            }
+            let of_scores = tolerance.of_scores();
+            of_scores.check(&format!("dq of {name}"), &dq, &gradients.dq);
+            of_scores.check(&format!("dk of {name}"), &columns(&dkv, 2 * nkv, 0..nkv), &gradients.dk);
+            tolerance.check(&format!("dv of {name}"), &columns(&dkv, 2 * nkv, nkv..2 * nkv), &gradients.dv);
+        }
+    }
+    let few: [&[i32]; 2] = [&[0, 20, 20, 47], &[0, 30, 170, 200]];
+    let many: [&[i32]; 2] = [&[0, 0, 5, 140], &[0, 140, 145, 300]];
+    for window in [None, Some(9)] {
+        let spec = AttentionSpec { window, ..AttentionSpec::causal(2, 1, 64) };
+        check::<f32>(&AttentionSpec { head_dim: 33, ..spec }, few[0], few[1]);
+        check::<bf16>(&spec, many[0], many[1]);
+    }
+    check::<bf16>(&AttentionSpec { causal: false, ..AttentionSpec::causal(2, 2, 128) }, few[0], few[1]);
+    // Queries that see nothing.
+    check::<f32>(&AttentionSpec { causal: false, ..AttentionSpec::causal(2, 1, 16) }, &[0, 30, 40], &[0, 0, 50]);
+    check::<bf16>(&AttentionSpec { causal: false, ..AttentionSpec::causal(2, 1, 64) }, &[0, 130, 170], &[0, 0, 50]);
 }
 
 #[test]

@@ -156,6 +156,11 @@ impl<T: bytemuck::Pod> Buffer<T> {
         Argument::Pointer(self.memory.address + self.first as u64)
     }
 
+    /// The address of one of its elements.
+    pub fn at_element(&self, element: usize) -> Argument {
+        Argument::Pointer(self.memory.address + (self.first + element * size_of::<T>()) as u64)
+    }
+
     /// The contents once all launched work is done, after a check of the guards.
     pub fn get(&self) -> Vec<T> {
         let mut bytes = vec![0; self.memory.bytes];

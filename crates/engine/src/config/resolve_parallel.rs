@@ -265,12 +265,6 @@ impl Resolver {
             self.unused("parallel.context_parallel_exchange", &section.context_parallel_exchange, because);
             return (1, gathers, true);
         }
-        if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
-            let message = format!(
-                "parallel.context_parallel_degree = {degree} has no attention kernel on GPUs yet: leave it at 1, or set compute.device = \"cpu\""
-            );
-            self.problem("parallel.context_parallel_degree", message);
-        }
         let because = "any number of heads";
         let key = "parallel.context_parallel_exchange";
         let exchange = self.settle(key, &section.context_parallel_exchange, gathers, because);

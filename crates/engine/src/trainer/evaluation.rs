@@ -75,7 +75,9 @@ impl Run<'_> {
         let config = &session.resolved.config;
         let settings = EvaluationSettings {
             sequence_length: session.resolved.sequence_length,
-            rows: session.resolved.batch.micro,
+            // As many tokens as a rank has in a step, and a sequence at least: ranks of a
+            // context-parallel group evaluate whole sequences.
+            rows: (session.resolved.batch.micro / session.resolved.parallel.context).max(1),
             respect_document_boundaries: config.data.respect_document_boundaries,
             tokens_max: config.evaluation.tokens_max,
             spans: session.dataset.span_corruption(),

@@ -95,16 +95,19 @@ impl Cuda {
         let [out, dqkv] = [out_width, width].map(|width| device.zeros([m, width], dtype, Purpose::Workspace));
         let [lse, delta] = [(); 2].map(|()| device.zeros([heads, m], DType::F32, Purpose::Workspace));
         let (out, dqkv, lse, delta) = (out?, dqkv?, lse?, delta?);
-        forward_by(form, self, &qkv, &spec, &bounds, &out, &lse)?;
-        backward_by(form, self, [&dout, &qkv, &out, &lse], &spec, &bounds, &delta, &dqkv)?;
+        let (kv, dkv) = (keys_of(&qkv, &spec)?, keys_of(&dqkv, &spec)?);
+        forward_by(form, self, fused(&qkv, &kv), &spec, &bounds, &out, &lse)?;
+        delta_of(self, [&dout, &out], None, &spec, &delta)?;
+        let seen = Seen { by_queries: &bounds, of_keys: &bounds };
+        backward_by(form, self, fused(&qkv, &kv), [&dout, &lse, &delta], &spec, seen, fused(&dqkv, &dkv))?;
         Ok([lse.to_f32_vec()?, out.to_f32_vec()?, dqkv.to_f32_vec()?])
     }
 
     /// The form for these heads: that which was chosen for tensor cores, where they take them, else
     /// multiply-adds.
-    fn form(&self, op: &'static str, qkv: &Tensor, spec: &AttentionSpec) -> Result<AttentionForm> {
-        let float = super::float(op, qkv.dtype())?;
-        let aligned = qkv.region(false).address.is_multiple_of(ALIGNMENT);
+    fn form(&self, op: &'static str, q: &Tensor, spec: &AttentionSpec) -> Result<AttentionForm> {
+        let float = super::float(op, q.dtype())?;
+        let aligned = q.region(false).address.is_multiple_of(ALIGNMENT);
         let chosen = self.attention.get().map_or(AttentionForm::Warps, |choice| choice.form);
         let takes = |form: &AttentionForm| form.takes(float, spec.head_dim, spec.scale, aligned);
         let found = [chosen, AttentionForm::MultiplyAdds].into_iter().find(takes);
@@ -125,6 +128,39 @@ fn causal(spec: &AttentionSpec) -> (i32, usize) {
     (i32::from(spec.causal), spec.window.unwrap_or(0))
 }
 
+/// Queries, keys and values as kernels read them, or their gradients.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads<'a> {
+    /// Query heads, in the first columns.
+    pub q: &'a Tensor,
+    /// Key heads, then value heads, in the first columns from here on.
+    pub kv: &'a Tensor,
+    /// Rows, and elements from one row to the next.
+    pub queries: [usize; 2],
+    pub keys: [usize; 2],
+}
+
+/// Which keys each query sees: for each row the first and the end, [2, rows]. With a mask, the
+/// bounds of its segment.
+#[derive(Clone, Copy)]
+pub(crate) struct Seen<'a> {
+    pub by_queries: &'a Tensor,
+    /// Which queries see each key.
+    pub of_keys: &'a Tensor,
+}
+
+/// The columns of a fused matrix from its first key head on.
+fn keys_of(qkv: &Tensor, spec: &AttentionSpec) -> Result<Tensor> {
+    let first = spec.q_cols().min(qkv.elements());
+    Ok(qkv.view(first, [qkv.elements() - first])?)
+}
+
+/// The parts of a fused matrix, of which `kv` are those from its first key head on.
+fn fused<'a>(qkv: &'a Tensor, kv: &'a Tensor) -> Heads<'a> {
+    let size = [qkv.rows(), qkv.last_dim()];
+    Heads { q: qkv, kv, queries: size, keys: size }
+}
+
 /// `bounds`: for each row the first row of its segment; then for each row the end of it, [2, m].
 pub(crate) fn attention(
     gpu: &Arc<Cuda>,
@@ -134,40 +170,42 @@ pub(crate) fn attention(
     out: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
-    forward_by(gpu.form("attention", qkv, spec)?, gpu, qkv, spec, bounds, out, lse)
+    let kv = keys_of(qkv, spec)?;
+    attention_over(gpu, fused(qkv, &kv), spec, bounds, out, lse)
+}
+
+/// Attention of queries over keys and values; `bounds` are what [`Seen::by_queries`] has.
+pub(crate) fn attention_over(
+    gpu: &Arc<Cuda>,
+    read: Heads<'_>,
+    spec: &AttentionSpec,
+    bounds: &Tensor,
+    out: &Tensor,
+    lse: &Tensor,
+) -> Result<()> {
+    forward_by(gpu.form("attention", read.q, spec)?, gpu, read, spec, bounds, out, lse)
 }
 
 fn forward_by(
     form: AttentionForm,
     gpu: &Arc<Cuda>,
-    qkv: &Tensor,
+    Heads { q, kv, queries: [rows, q_stride], keys: [_, kv_stride] }: Heads<'_>,
     spec: &AttentionSpec,
     bounds: &Tensor,
     out: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, scale, .. } = *spec;
-    let m = qkv.rows();
     let (starts, ends) = (bounds.narrow(0..1)?, bounds.narrow(1..2)?);
     let (causal, window) = causal(spec);
-    let args = args![qkv, out, lse, &starts, &ends, m, heads, kv_heads, head_dim, scale, causal, window];
-    gpu.launch(form.kernels(head_dim).forward, qkv.dtype(), [m, heads, head_dim], args)
+    let args = args![
+        q, kv, out, lse, &starts, &ends, rows, q_stride, kv_stride, heads, kv_heads, head_dim, scale, causal, window
+    ];
+    gpu.launch(form.kernels(head_dim).forward, q.dtype(), [rows, heads, head_dim], args)
 }
 
 /// `bounds` as in [`attention`]; `delta`: scratch [h, m].
 pub(crate) fn attention_backward(
-    gpu: &Arc<Cuda>,
-    tensors: [&Tensor; 4],
-    spec: &AttentionSpec,
-    bounds: &Tensor,
-    delta: &Tensor,
-    dqkv: &Tensor,
-) -> Result<()> {
-    backward_by(gpu.form("attention_backward", tensors[1], spec)?, gpu, tensors, spec, bounds, delta, dqkv)
-}
-
-fn backward_by(
-    form: AttentionForm,
     gpu: &Arc<Cuda>,
     [dout, qkv, out, lse]: [&Tensor; 4],
     spec: &AttentionSpec,
@@ -175,16 +213,89 @@ fn backward_by(
     delta: &Tensor,
     dqkv: &Tensor,
 ) -> Result<()> {
+    let (kv, dkv) = (keys_of(qkv, spec)?, keys_of(dqkv, spec)?);
+    let seen = Seen { by_queries: bounds, of_keys: bounds };
+    delta_of(gpu, [dout, out], None, spec, delta)?;
+    attention_over_backward(gpu, fused(qkv, &kv), [dout, lse, delta], spec, seen, fused(dqkv, &dkv))
+}
+
+/// delta [h, n] = the sum of dout out over the columns of each head, less the gradient `dlse`
+/// [n, h] of the log-sum-exp, if it has one.
+pub(crate) fn delta_of(
+    gpu: &Arc<Cuda>,
+    [dout, out]: [&Tensor; 2],
+    dlse: Option<&Tensor>,
+    spec: &AttentionSpec,
+    delta: &Tensor,
+) -> Result<()> {
+    let AttentionSpec { heads, head_dim, .. } = *spec;
+    let rows = out.rows();
+    let args = args![dout, out, dlse, delta, rows, heads, head_dim];
+    gpu.launch(&k::ATTENTION_DELTA, out.dtype(), [rows * heads, 1, 1], args)
+}
+
+/// Makes `out` and `lse`, of attention over some keys, those over these and the keys of `own`.
+pub(crate) fn join(
+    gpu: &Arc<Cuda>,
+    [own, own_lse]: [&Tensor; 2],
+    [out, lse]: [&Tensor; 2],
+    spec: &AttentionSpec,
+) -> Result<()> {
+    let units = lse.elements();
+    let args = args![own, own_lse, out, lse, units, spec.head_dim];
+    gpu.launch(&k::ATTENTION_JOIN, out.dtype(), [units, 1, 1], args)
+}
+
+/// The gradients of `own` and its log-sum-exp, of what [`join`] gave.
+pub(crate) fn join_backward(
+    gpu: &Arc<Cuda>,
+    dout: &Tensor,
+    [out, lse]: [&Tensor; 2],
+    [own, own_lse]: [&Tensor; 2],
+    spec: &AttentionSpec,
+    [down, dlse]: [&Tensor; 2],
+) -> Result<()> {
+    let units = lse.elements();
+    let args = args![dout, out, lse, own, own_lse, down, dlse, units, spec.head_dim];
+    gpu.launch(&k::ATTENTION_JOIN_BACKWARD, out.dtype(), [units, 1, 1], args)
+}
+
+/// The gradients of queries, keys and values; `delta` is that of [`delta_of`].
+pub(crate) fn attention_over_backward(
+    gpu: &Arc<Cuda>,
+    read: Heads<'_>,
+    given: [&Tensor; 3],
+    spec: &AttentionSpec,
+    seen: Seen<'_>,
+    gradients: Heads<'_>,
+) -> Result<()> {
+    backward_by(gpu.form("attention_backward", read.q, spec)?, gpu, read, given, spec, seen, gradients)
+}
+
+fn backward_by(
+    form: AttentionForm,
+    gpu: &Arc<Cuda>,
+    Heads { q, kv, queries: [queries, q_stride], keys: [keys, kv_stride] }: Heads<'_>,
+    [dout, lse, delta]: [&Tensor; 3],
+    spec: &AttentionSpec,
+    seen: Seen<'_>,
+    Heads { q: dq, kv: dkv, .. }: Heads<'_>,
+) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, scale, .. } = *spec;
-    let m = qkv.rows();
-    let (starts, ends) = (bounds.narrow(0..1)?, bounds.narrow(1..2)?);
     let (causal, window) = causal(spec);
-    let dtype = qkv.dtype();
-    gpu.launch(&k::ATTENTION_DELTA, dtype, [m * heads, 1, 1], args![dout, out, delta, m, heads, head_dim])?;
-    let kernels = form.kernels(head_dim);
-    let args = args![qkv, dout, lse, delta, &starts, &ends, dqkv, m, heads, kv_heads, head_dim, scale, causal, window];
-    gpu.launch(kernels.backward_queries, dtype, [m, heads, head_dim], args)?;
-    gpu.launch(kernels.backward_keys, dtype, [m, kv_heads, head_dim], args)
+    let (dtype, kernels) = (q.dtype(), form.kernels(head_dim));
+    let (starts, ends) = (seen.by_queries.narrow(0..1)?, seen.by_queries.narrow(1..2)?);
+    let args = args![
+        q, kv, dout, lse, delta, &starts, &ends, dq, queries, q_stride, kv_stride, heads, kv_heads, head_dim, scale,
+        causal, window
+    ];
+    gpu.launch(kernels.backward_queries, dtype, [queries, heads, head_dim], args)?;
+    let (starts, ends) = (seen.of_keys.narrow(0..1)?, seen.of_keys.narrow(1..2)?);
+    let args = args![
+        q, kv, dout, lse, delta, &starts, &ends, dkv, keys, queries, q_stride, kv_stride, heads, kv_heads, head_dim,
+        scale, causal, window
+    ];
+    gpu.launch(kernels.backward_keys, dtype, [keys, kv_heads, head_dim], args)
 }
 
 pub(crate) fn attention_decode(

@@ -36,7 +36,10 @@ pub(crate) use lanes::{LANES, enter_lane, lane};
 pub use trainyard_cuda::kernels::AttentionForm;
 pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version, stand_in, tested};
 
-pub(crate) use attention::{attention, attention_backward, attention_decode, rope, rope_table, rows_of_segments};
+pub(crate) use attention::{
+    Heads, Seen, attention, attention_backward, attention_decode, attention_over, attention_over_backward, delta_of,
+    join, join_backward, rope, rope_table, rows_of_segments,
+};
 pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient, matmul};
 pub(crate) use loss::{
     HeadGradients, HeadScratch, chunk_rows, cross_entropy, cross_entropy_backward, head, merge_statistics, mse_loss,
@@ -188,19 +191,32 @@ fn float(op: &'static str, dtype: DType) -> Result<Float> {
     }
 }
 
-/// A copy of host data on a device, made at its first use there: kept beside the data, and no part
-/// of its value.
+/// Copies of host data on a device, each made at its first use there: kept beside the data, and no
+/// part of its value.
 #[derive(Default)]
-pub(crate) struct OnDevice(Mutex<Option<Tensor>>);
+pub(crate) struct OnDevice(Mutex<Vec<(usize, Tensor)>>);
 
 impl OnDevice {
     /// The copy on `device`; `make` makes it.
     pub fn get(&self, device: &crate::Device, make: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
-        let mut copy = lock(&self.0);
-        match &*copy {
-            Some(tensor) if tensor.device().same(device) => Ok(tensor.clone()),
-            _ => Ok(copy.insert(make()?).clone()),
+        self.get_of(0, device, make)
+    }
+
+    /// As [`OnDevice::get`], of the copy with a number: data of which there are several forms.
+    pub fn get_of(
+        &self,
+        number: usize,
+        device: &crate::Device,
+        make: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let mut copies = lock(&self.0);
+        copies.retain(|(_, copy)| copy.device().same(device));
+        if let Some((_, copy)) = copies.iter().find(|(of, _)| *of == number) {
+            return Ok(copy.clone());
         }
+        let copy = make()?;
+        copies.push((number, copy.clone()));
+        Ok(copy)
     }
 }
 

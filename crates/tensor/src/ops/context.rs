@@ -6,13 +6,16 @@
 //! log-sum-exps in f32, as flash attention joins blocks of keys (Dao et al. 2022; Liu et al. 2023,
 //! "Ring attention").
 
+mod on_cuda;
+
 use super::not_on_cuda;
 use crate::cpu::Cpu;
 use crate::cpu::attention::{self as kernels, AttentionSpec, Rows, RowsMut};
 use crate::cpu::threads::Shares;
+use crate::cuda::{self, OnDevice};
 use crate::dtype::Element;
 use crate::error::Result;
-use crate::{Cost, DType, Device, On, Purpose, Tensor, by_float, ensure_shape};
+use crate::{Computes, Cost, DType, Device, On, Purpose, Tensor, Work, by_float, ensure_shape};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -36,6 +39,13 @@ struct Inside {
     gathered: Vec<(usize, Option<usize>)>,
     /// False if each query sees all keys of its segment: they all come before it.
     causal: bool,
+    /// The bounds of the whole batch's segments.
+    bounds: Vec<i32>,
+    /// The rows of the whole batch that the queries are, and those whose keys are read, ascending.
+    rows: Vec<Range<usize>>,
+    keys: Vec<Range<usize>>,
+    /// The numbers that kernels of GPUs read, for a sliding window or none.
+    on_device: OnDevice,
 }
 
 /// The keys of some attention.
@@ -150,6 +160,10 @@ impl ContextSegments {
             parts,
             gathered: given.iter().map(place).collect(),
             causal: which != Which::Others,
+            bounds: bounds.to_vec(),
+            rows: queries.to_vec(),
+            keys: read,
+            on_device: OnDevice::default(),
         };
         Ok(ContextSegments(Arc::new(inside)))
     }
@@ -267,11 +281,12 @@ fn check(op: &'static str, q: &Tensor, kv: &Tensor, spec: &AttentionSpec, segmen
     Ok(())
 }
 
-fn work(spec: &AttentionSpec, segments: &ContextSegments, dtype: DType, products: u64, times: usize) -> Cost {
+fn work(spec: &AttentionSpec, segments: &ContextSegments, dtype: DType, products: u64, times: usize) -> Work {
     let pairs = segments.pairs(spec);
     let rows = segments.queries() * (2 * spec.q_cols() * dtype.size() + 4 * spec.heads);
     let keys = segments.given() * 2 * spec.kv_cols() * dtype.size();
-    Cost { flops: products * 2 * (spec.heads * spec.head_dim) as u64 * pairs, bytes: (times * (rows + keys)) as u64 }
+    let flops = products * 2 * (spec.heads * spec.head_dim) as u64 * pairs;
+    Cost { flops, bytes: (times * (rows + keys)) as u64 }.on(dtype, dims(spec, segments))
 }
 
 /// [tokens, queries, query heads, key heads, width of a head], for records of calls.
@@ -292,7 +307,7 @@ pub(super) fn halves<'a, T>(kv: &'a [T], rows: usize, spec: &AttentionSpec) -> R
 }
 
 /// Attention of queries `q` [n, h c] over gathered keys and values `kv` [m, 2 h_kv c]: out [n, h c]
-/// and the log-sum-exp of each query's scores, f32 [h, n], part by part.
+/// and the log-sum-exp of each query's scores, f32 [h, n], in the order that the backward reads.
 pub fn context_attention(
     q: &Tensor,
     kv: &Tensor,
@@ -301,10 +316,13 @@ pub fn context_attention(
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "context_attention";
     check(OP, q, kv, spec, segments)?;
+    if q.device().computes() == Computes::Cuda {
+        return on_cuda::forward(OP, q, kv, spec, segments, work(spec, segments, q.dtype(), 2, 1));
+    }
     let mut out = q.empty_like(*q.shape(), q.dtype())?;
     let mut lse = q.empty_like([spec.heads, segments.queries()], DType::F32)?;
     let mut ordered = scratch(q.device(), kv, segments)?;
-    let work = work(spec, segments, q.dtype(), 2, 1).on(q.dtype(), dims(spec, segments));
+    let work = work(spec, segments, q.dtype(), 2, 1);
     by_float!(OP, q.dtype(), T => q.device().launch_on(OP, work, |on| {
         let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
         forward::<T>(cpu, q, kv, &mut ordered, spec, segments, out.get_mut::<T>(), lse.get_mut::<f32>())
@@ -346,12 +364,15 @@ pub fn context_attention_part(
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "context_attention_part";
     check(OP, q, kv, spec, segments)?;
+    if q.device().computes() == Computes::Cuda {
+        return on_cuda::forward_by_row(OP, q, kv, spec, segments, work(spec, segments, q.dtype(), 2, 1));
+    }
     let rows = segments.queries();
     let mut out = q.empty_like(*q.shape(), q.dtype())?;
     let mut lse = q.empty_like([rows, spec.heads], DType::F32)?;
     let mut by_part = q.device().empty([spec.heads, rows], DType::F32, Purpose::Workspace)?;
     let mut ordered = scratch(q.device(), kv, segments)?;
-    let work = work(spec, segments, q.dtype(), 2, 1).on(q.dtype(), dims(spec, segments));
+    let work = work(spec, segments, q.dtype(), 2, 1);
     by_float!(OP, q.dtype(), T => q.device().launch_on(OP, work, |on| {
         let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
         let by_part = by_part.get_mut::<f32>();
@@ -392,12 +413,22 @@ pub fn context_attention_rest(
     const OP: &str = "context_attention_rest";
     check(OP, q, kv, spec, segments)?;
     super::same_form(OP, own, q)?;
+    if q.device().computes() == Computes::Cuda {
+        let rest = work(spec, segments, q.dtype(), 2, 1);
+        let (out, lse) = on_cuda::forward_by_row(OP, q, kv, spec, segments, rest)?;
+        let cost = Cost::new(3 * own.elements(), 3 * own.bytes());
+        q.device().launch_on("context_attention_join", cost, |on| match on {
+            On::Cuda(gpu) => cuda::join(gpu, [own, own_lse], [&out, &lse], spec),
+            On::Cpu(_) => Err(not_on_cuda(OP)),
+        })?;
+        return Ok((out, lse));
+    }
     let (rows, heads) = (segments.queries(), spec.heads);
     let mut out = q.empty_like(*q.shape(), q.dtype())?;
     let mut lse = q.empty_like([rows, heads], DType::F32)?;
     let mut by_part = q.device().empty([heads, rows], DType::F32, Purpose::Workspace)?;
     let mut ordered = scratch(q.device(), kv, segments)?;
-    let work = work(spec, segments, q.dtype(), 2, 1).on(q.dtype(), dims(spec, segments));
+    let work = work(spec, segments, q.dtype(), 2, 1);
     by_float!(OP, q.dtype(), T => q.device().launch_on(OP, work, |on| {
         let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
         let by_part = by_part.get_mut::<f32>();
@@ -452,7 +483,10 @@ pub fn context_attention_rest_backward(
     let mut dlse = own_lse.empty_like(*own_lse.shape(), DType::F32)?;
     let cost = Cost::new(6 * own.elements(), 4 * own.bytes());
     by_float!(OP, q.dtype(), T => q.device().launch_on("context_attention_join_backward", cost, |on| {
-        let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => return cuda::join_backward(gpu, dout, [out, lse], [own, own_lse], spec, [&down, &dlse]),
+        };
         let (rows, heads, width, columns) = (own.rows(), spec.heads, spec.head_dim, spec.q_cols());
         let (dout, out, own) = (dout.get::<T>(), out.get::<T>(), own.get::<T>());
         let (lse, own_lse) = (lse.get::<f32>(), own_lse.get::<f32>());
@@ -500,7 +534,7 @@ pub fn context_attention_backward(
 /// The log-sum-exps of a backward.
 #[derive(Clone, Copy)]
 enum Statistics<'a> {
-    /// [h, n], part by part.
+    /// [h, n], part by part, or on GPUs in the order of the batch.
     ByPart(&'a Tensor),
     /// [n, h], with their gradient if they have one.
     ByRow { lse: &'a Tensor, dlse: Option<&'a Tensor> },
@@ -518,6 +552,10 @@ fn backward(
     segments: &ContextSegments,
 ) -> Result<(Tensor, Tensor)> {
     check(op, q, kv, spec, segments)?;
+    if q.device().computes() == Computes::Cuda {
+        let work = work(spec, segments, q.dtype(), 5, 2);
+        return on_cuda::backward(op, [dout, q, kv, out], statistics, spec, segments, work);
+    }
     let mut dq = q.empty_like(*q.shape(), q.dtype())?;
     let mut dkv = kv.empty_like(*kv.shape(), kv.dtype())?;
     let scratch = || scratch(q.device(), kv, segments);
@@ -532,7 +570,7 @@ fn backward(
         is_there.then(make).transpose()
     };
     let (mut lse_by_part, mut dlse_by_part) = (by_part(is_by_row)?, by_part(dlse.is_some())?);
-    let work = work(spec, segments, q.dtype(), 5, 2).on(q.dtype(), dims(spec, segments));
+    let work = work(spec, segments, q.dtype(), 5, 2);
     by_float!(op, q.dtype(), T => q.device().launch_on(op, work, |on| {
         let On::Cpu(cpu) = on else { return Err(not_on_cuda(op)) };
         let (columns, both, masked) = (spec.q_cols(), kv.last_dim(), segments.masked(spec));
