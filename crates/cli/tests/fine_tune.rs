@@ -303,10 +303,11 @@ fn a_base_in_few_bits_is_trained_resumed_merged_and_checked() {
     }
     let lora = ["--set", "fine_tuning.adapter=lora", "--set", "fine_tuning.base_dtype=nf4"];
     let stage = ["--set", "parallel.ranks=2", "--set", "parallel.zero_stage=3"];
+    let twice = [&lora[..], &stage, &["--set", "compression.parameters=int8"]].concat();
     let tensor = ["--set", "fine_tuning.adapter=dora", "--set", "parallel.tensor_parallel_degree=2"];
     for (sets, words) in [
         (&lora[2..], "needs something frozen"),
-        (&[&lora[..], &stage].concat()[..], "parallel.zero_stage = 2 or less"),
+        (&twice[..], "compression.parameters = \"none\""),
         (
             &[&lora[..], &["--set", "memory.offload.parameters=disk"]].concat()[..],
             "memory.offload.parameters = \"none\"",
@@ -316,6 +317,36 @@ fn a_base_in_few_bits_is_trained_resumed_merged_and_checked() {
     ] {
         let refused = fine_tune(&folder, "refused", sets);
         assert!(refused.code != Some(0) && refused.stderr.contains(words), "{sets:?}: {}", refused.stderr);
+    }
+}
+
+/// A base in few bits in shards: a run on one rank goes on with two and with four shards, from its
+/// checkpoint, and ends with the same adapters.
+#[test]
+fn a_base_in_few_bits_goes_on_with_another_number_of_shards() {
+    let folder = with_model();
+    for (name, base) in [("lora", "nf4"), ("dora", "int8")] {
+        let sets = [
+            format!("fine_tuning.adapter={name}"),
+            format!("fine_tuning.base_dtype={base}"),
+            "training.elastic_bits=true".to_owned(),
+            "training.steps=6".to_owned(),
+            "checkpoint.interval_steps=3".to_owned(),
+        ];
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        fine_tune(&folder, name, &sets).ok();
+        let run = format!("runs/{name}");
+        let adapter = |out: &str| {
+            folder.run(&["export", &run, "--out", out, "--adapter"]).ok();
+            fs::read(folder.join(out).join("adapter_model.safetensors")).unwrap()
+        };
+        let whole = adapter(&format!("{name}-1"));
+        for ranks in ["2", "4"] {
+            let ranks_set = format!("parallel.ranks={ranks}");
+            let stage = ["--set", "parallel.zero_stage=3", "--set", &ranks_set];
+            folder.run(&[&["train", "--resume", &run, "--checkpoint", "3"], &stage[..]].concat()).ok();
+            assert!(adapter(&format!("{name}-{ranks}")) == whole, "{name} on {ranks} ranks");
+        }
     }
 }
 
