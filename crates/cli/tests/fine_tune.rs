@@ -304,7 +304,6 @@ fn a_base_in_few_bits_is_trained_resumed_merged_and_checked() {
     let lora = ["--set", "fine_tuning.adapter=lora", "--set", "fine_tuning.base_dtype=nf4"];
     let stage = ["--set", "parallel.ranks=2", "--set", "parallel.zero_stage=3"];
     let twice = [&lora[..], &stage, &["--set", "compression.parameters=int8"]].concat();
-    let tensor = ["--set", "fine_tuning.adapter=dora", "--set", "parallel.tensor_parallel_degree=2"];
     for (sets, words) in [
         (&lora[2..], "needs something frozen"),
         (&twice[..], "compression.parameters = \"none\""),
@@ -312,7 +311,6 @@ fn a_base_in_few_bits_is_trained_resumed_merged_and_checked() {
             &[&lora[..], &["--set", "memory.offload.parameters=disk"]].concat()[..],
             "memory.offload.parameters = \"none\"",
         ),
-        (&[&tensor[..], &["--set", "parallel.ranks=2"]].concat()[..], "parallel.tensor_parallel_degree = 1"),
         (&["--set", "fine_tuning.adapter=lora", "--set", "fine_tuning.from=dora-adapter"][..], "of kind \"dora\""),
     ] {
         let refused = fine_tune(&folder, "refused", sets);
@@ -330,6 +328,8 @@ fn a_base_in_few_bits_goes_on_with_another_number_of_shards() {
             format!("fine_tuning.adapter={name}"),
             format!("fine_tuning.base_dtype={base}"),
             "training.elastic_bits=true".to_owned(),
+            "training.global_batch_size=4".to_owned(),
+            "training.micro_batch_size=1".to_owned(),
             "training.steps=6".to_owned(),
             "checkpoint.interval_steps=3".to_owned(),
         ];

@@ -163,9 +163,9 @@ fn an_encoded_base_in_shards_trains_the_bits_of_a_whole_one() {
         // Parts that are no whole words of a block, on three ranks.
         let three_ranks = ["parallel.ranks=3", "training.global_batch_size=6"];
         all_alike(tuning, &[&three_ranks, &joined(&[&three_ranks, &["parallel.zero_stage=3"]])]);
-        let elastic = "training.elastic_bits=true";
-        let shards = |ranks: &'static str| [elastic, ranks, "parallel.zero_stage=3"];
-        all_alike(tuning, &[&[elastic], &shards("parallel.ranks=2"), &shards("parallel.ranks=4")]);
+        let elastic = ["training.elastic_bits=true", "training.micro_batch_size=2"];
+        let shards = |ranks: &'static str| joined(&[&elastic, &[ranks, "parallel.zero_stage=3"]]);
+        all_alike(tuning, &[&elastic, &shards("parallel.ranks=2"), &shards("parallel.ranks=4")]);
     }
 }
 
@@ -179,9 +179,6 @@ fn an_encoded_base_in_shards_trains_beside_other_axes() {
         &["parallel.reduce_schedule='micro_batch'", "training.accumulation_steps=2"],
     ];
     for (axis, tuning) in axes.iter().flat_map(|axis| ENCODED.map(|tuning| (axis, tuning))) {
-        if tuning == QDORA && axis[0].contains("tensor") {
-            continue;
-        }
         let of = |stage| joined(&[&["parallel.ranks=4"], axis, &[stage]]);
         let stages = ["parallel.zero_stage=1", "parallel.zero_stage=3"].map(of);
         all_alike(tuning, &[&stages[0], &stages[1]]);
@@ -268,7 +265,7 @@ fn what_is_frozen_has_no_state() {
 #[test]
 fn adapters_on_split_layers_train_as_on_one_rank() {
     let base = ["precision.compute='f32'", "model.heads=6", "model.kv_heads=2", "model.dim=48"];
-    for tuning in [LORA, MIXED] {
+    for tuning in [LORA, MIXED, DORA] {
         let one = train(&joined(&[&base, tuning]), STEPS);
         for layout in [
             &["parallel.tensor_parallel_degree=2", "parallel.sequence_parallel=false"][..],
@@ -285,6 +282,53 @@ fn adapters_on_split_layers_train_as_on_one_rank() {
                 let (a, b) = (f32::from_bits(*a), f32::from_bits(*b));
                 assert!((a - b).abs() < 1e-6 + 1e-3 * b.abs(), "{sets:?}: {a} against {b}");
             }
+        }
+    }
+}
+
+/// Rows of which every rank has a part: their norms are summed over ranks, whatever is kept for
+/// backward and however else ranks are used. At first nothing is scaled.
+#[test]
+fn magnitudes_of_parted_rows_train_the_same_bits_in_every_layout() {
+    const TENSOR: &[&str] = &["parallel.tensor_parallel_degree=2"];
+    let dora_in_bf16 = joined(&[DORA, &["precision.compute='bf16'"]]);
+    let dora_on_gpt2 = joined(&[DORA, &LORA_ON_GPT2[1..]]);
+    for tuning in [DORA, &dora_in_bf16, &dora_on_gpt2, QDORA] {
+        let of = |more: &[&'static str]| joined(&[TENSOR, more]);
+        let two = "parallel.ranks=2";
+        let ways = [
+            of(&[two]),
+            of(&[two, "activation_checkpointing.mode='selective'"]),
+            of(&[two, "activation_checkpointing.mode='full'"]),
+            of(&[two, "memory.offload.activations='disk'"]),
+        ];
+        all_alike(tuning, &ways.each_ref().map(Vec::as_slice));
+        let four = ["parallel.ranks=4"];
+        let ways = ["parallel.zero_stage=0", "parallel.zero_stage=2", "parallel.zero_stage=3"];
+        all_alike(tuning, &ways.map(|stage| joined(&[TENSOR, &four, &[stage]])).each_ref().map(Vec::as_slice));
+        let pipeline = ["parallel.pipeline_parallel_degree=2", "parallel.ranks=4"];
+        let ways = ["activation_checkpointing.mode='none'", "activation_checkpointing.mode='full'"];
+        all_alike(tuning, &ways.map(|mode| joined(&[TENSOR, &pipeline, &[mode]])).each_ref().map(Vec::as_slice));
+    }
+    let first = |adapter: &[&str]| losses(&train(&joined(&[adapter, TENSOR, &["parallel.ranks=2"]]), 2));
+    let [lora, dora] = [LORA, DORA].map(first);
+    assert!(lora[0] == dora[0] && lora[1] != dora[1], "{lora:?} {dora:?}");
+}
+
+/// Beside the ranks that divide the sequence too.
+#[test]
+fn magnitudes_of_parted_rows_train_beside_context_parallelism() {
+    let base = joined(&[DORA, &["precision.compute='f32'"]]);
+    let one = losses(&train(&base, STEPS));
+    for axes in [
+        &["parallel.ranks=4", "parallel.context_parallel_degree=2", "parallel.tensor_parallel_degree=2"][..],
+        &["parallel.ranks=2", "parallel.context_parallel_degree=2"],
+    ] {
+        let sets = joined(&[&base, axes]);
+        let ends = train(&sets, STEPS);
+        ends.iter().for_each(|end| check_memory(end, &sets));
+        for (a, b) in losses(&ends).iter().zip(&one) {
+            assert!((a / b - 1.0).abs() < 1e-5, "{sets:?}: {a} against {b}");
         }
     }
 }

@@ -230,8 +230,7 @@ impl<'a> Lowering<'a> {
         };
         let mut windows =
             parameter_windows(&passes, units, |unit| program.reads(unit).collect(), &reach(mesh, strategy, &placement));
-        windows
-            .retain(|window| placement.parameters == Extent::Shard || !program.staying.contains(&window.unit));
+        windows.retain(|window| placement.parameters == Extent::Shard || !program.staying.contains(&window.unit));
         let apart = strategy.elastic || strategy.reduce_schedule == ReduceSchedule::PerMicroBatch;
         let spans = |program: &Program, apart| {
             let adds_to = |pass: &Pass| match program.adds_gradients(pass.unit, pass.phase, pass.part) {

@@ -1,7 +1,8 @@
 //! The sizes of one rank's state and messages.
 
 use crate::{
-    Axis, BlockCodec, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, Tier, chunk_elements, padded,
+    Axis, BlockCodec, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, Tier,
+    chunk_elements, padded,
 };
 
 /// The sizes of one rank's state and messages. They are equal for all ranks of a pipeline stage,
@@ -72,9 +73,7 @@ impl<'a> Sizes<'a> {
         let all = 0..self.model.units.len() as u32;
         let sharded = self.placement.parameters == Extent::Shard;
         match self.strategy.offload.parameters {
-            Some(Tier::Encoded(codec)) => {
-                all.filter(|unit| sharded || self.packed(*unit, codec).is_none()).collect()
-            }
+            Some(Tier::Encoded(codec)) => all.filter(|unit| sharded || self.packed(*unit, codec).is_none()).collect(),
             _ => Vec::new(),
         }
     }

@@ -119,8 +119,10 @@ impl Rank {
     /// Flips a bit of the first parameter that this rank holds here. For tests.
     pub(crate) fn flip_a_bit(&self) -> Result<()> {
         let here = |unit: &usize| self.parameters.holds(*unit) && self.parameters.is_here(*unit);
-        let copies = (0..self.model.units().len()).filter(here).map(|unit| (unit, self.parameters.unit(unit).held_copy()));
-        let Some((unit, copy)) = copies.into_iter().find(|(_, copy)| copy.as_ref().is_ok_and(|(copy, _)| copy.elements() > 0))
+        let copies =
+            (0..self.model.units().len()).filter(here).map(|unit| (unit, self.parameters.unit(unit).held_copy()));
+        let Some((unit, copy)) =
+            copies.into_iter().find(|(_, copy)| copy.as_ref().is_ok_and(|(copy, _)| copy.elements() > 0))
         else {
             return Ok(());
         };
