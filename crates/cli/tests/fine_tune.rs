@@ -350,6 +350,33 @@ fn a_base_in_few_bits_goes_on_with_another_number_of_shards() {
     }
 }
 
+/// Magnitudes on ranks that share products: the adapters are those of one rank but for rounding, in
+/// a run that goes on with another division too.
+#[test]
+fn magnitudes_train_on_parts_of_products() {
+    let folder = with_model();
+    let dora = ["--set", "fine_tuning.adapter=dora", "--set", "training.steps=6", "--set", "precision.compute=f32"];
+    let tensor = ["--set", "parallel.ranks=2", "--set", "parallel.tensor_parallel_degree=2"];
+    let keep = ["--set", "checkpoint.interval_steps=3"];
+    fine_tune(&folder, "one", &[&dora[..], &keep].concat()).ok();
+    fine_tune(&folder, "two", &[&dora[..], &keep, &tensor].concat()).ok();
+    let adapter = |run: &str, out: &str| {
+        folder.run(&["export", &format!("runs/{run}"), "--out", out, "--adapter"]).ok();
+        let bytes = fs::read(folder.join(out).join("adapter_model.safetensors")).unwrap();
+        let head = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let values = bytes[head..].as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        values.collect::<Vec<f32>>()
+    };
+    let one = adapter("one", "one-adapter");
+    let close = |two: &[f32]| {
+        let apart = one.iter().zip(two).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+        assert!(one.len() == two.len() && apart < 2e-3, "{apart}");
+    };
+    close(&adapter("two", "two-adapter"));
+    folder.run(&[&["train", "--resume", "runs/one", "--checkpoint", "3"], &tensor[..]].concat()).ok();
+    close(&adapter("one", "one-on-two"));
+}
+
 /// A PEFT folder instead of a model: it is evaluated, generates and is exported with the model that
 /// it was made for.
 #[test]

@@ -168,26 +168,35 @@ struct PartedRows {
 }
 
 impl PartedRows {
-    /// None if `weights`, which have their names, are none.
-    fn new(inner: &Segments, weights: Vec<(ParamId, Adapter, String)>) -> Option<PartedRows> {
+    /// The segments of a unit whose own are `inner`; None if there are no `weights`, which come with
+    /// their names.
+    ///
+    /// # Errors
+    /// A unit without the segments that multiply by the weights.
+    fn new(inner: Option<&Segments>, weights: Vec<(ParamId, Adapter, String)>) -> Result<Option<PartedRows>> {
         if weights.is_empty() {
-            return None;
+            return Ok(None);
         }
-        // Attention ends with the summand `a` of the residual stream, and the MLP with `b`.
-        let makes = |name: &str| {
-            let made = inner.values.iter().position(|value| value.name == name)?;
-            inner.segments.iter().position(|segment| segment.gives.contains(&made))
+        let of = |inner: &Segments, (weight, adapter, name): (ParamId, Adapter, String)| {
+            let summand = summand_of(&name);
+            let made = inner.values.iter().position(|value| value.name == summand)?;
+            let multiplies = inner.segments.iter().position(|segment| segment.gives.contains(&made))?;
+            Some((weight, adapter, multiplies))
         };
-        let of = |(weight, adapter, name): (ParamId, Adapter, String)| {
-            Some((weight, adapter, makes(if name.starts_with("attn.") { "a" } else { "b" })?))
+        let names: Vec<&str> = weights.iter().map(|(.., name)| summand_of(name)).collect();
+        let of_all = |inner: &Segments| weights.iter().cloned().map(|weight| of(inner, weight)).collect::<Option<_>>();
+        let unknown = || {
+            let problem = "magnitudes (DoRA) of rows that tensor parallelism cuts need a block whose parts are summed";
+            ModelError::Tuning(format!("{problem}: use adapters without them, or parallel.tensor_parallel_degree = 1"))
         };
-        let weights = weights.into_iter().map(of).collect::<Option<Vec<_>>>()?;
+        let inner = inner.ok_or_else(unknown)?;
+        let weights: Vec<(ParamId, Adapter, usize)> = of_all(inner).ok_or_else(unknown)?;
         let mut segments = inner.clone();
         let first = segments.values.len() - 1;
         let moved = |value: &mut usize| *value += if *value == first { 2 * weights.len() } else { 0 };
         segments.segments.iter_mut().flat_map(|one| one.takes.iter_mut().chain(&mut one.gives)).for_each(moved);
         segments.exchanges.iter_mut().flat_map(|one| [&mut one.from, &mut one.to]).for_each(moved);
-        let output = segments.values.pop()?;
+        let output = segments.values.pop().ok_or_else(unknown)?;
         // Ranks that divide the sequence have the same weights.
         let context = match output.context {
             Layout::Invariant => Layout::Invariant,
@@ -196,8 +205,9 @@ impl PartedRows {
         let mut exchanges = Vec::new();
         for (number, (.., multiplies)) in weights.iter().enumerate() {
             let [from, to] = [0, 1].map(|after| first + 2 * number + after);
-            segments.values.push(Value { context, ..Value::new("rows", Layout::Partial) });
-            segments.values.push(Value { context, ..Value::new("rows'", Layout::Replicated) });
+            let [parts, sums] = if names[number] == "a" { ["a_rows", "a_rows'"] } else { ["b_rows", "b_rows'"] };
+            segments.values.push(Value { context, ..Value::new(parts, Layout::Partial) });
+            segments.values.push(Value { context, ..Value::new(sums, Layout::Replicated) });
             segments.segments[*multiplies].takes.push(to);
             exchanges.push(Exchange { from, to });
         }
@@ -207,8 +217,14 @@ impl PartedRows {
         segments.segments.insert(ROWS, rows);
         let before = segments.exchanges.iter().filter(|one| segments.segments[0].gives.contains(&one.from)).count();
         segments.exchanges.splice(before..before, exchanges);
-        Some(PartedRows { segments, weights })
+        Ok(Some(PartedRows { segments, weights }))
     }
+}
+
+/// The value of a block's segments to which the product with a weight leads: attention ends with the
+/// summand `a` of the residual stream, and the MLP with `b`.
+fn summand_of(weight: &str) -> &'static str {
+    if weight.starts_with("attn.") { "a" } else { "b" }
 }
 
 /// True if the rank has parts of the rows of a weight, because ranks divide its columns.
@@ -275,7 +291,7 @@ pub(crate) fn tuned(
                 }
             }
         }
-        let parted = inner.segments().and_then(|segments| PartedRows::new(segments, parted));
+        let parted = PartedRows::new(inner.segments(), parted)?;
         all.push(Box::new(TunedUnit { inner, parameters, parted }));
     }
     if let Some(spec) = &tuning.adapter {
