@@ -212,7 +212,7 @@ impl<'a> Tape<'a> {
         self.row_squares.insert(w, squares);
     }
 
-    /// What [`Tape::set_row_squares`] set.
+    /// The squares that [`Tape::set_row_squares`] set for `w`; None if it was not called.
     pub(crate) fn summed_row_squares(&self, w: ParamId) -> Option<&Tensor> {
         self.row_squares.get(&w)
     }

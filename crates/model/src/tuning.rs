@@ -168,8 +168,8 @@ struct PartedRows {
 }
 
 impl PartedRows {
-    /// The segments of a unit whose own are `inner`; None if there are no `weights`, which come with
-    /// their names.
+    /// The segments of a unit whose own are `inner`; None if there are no `weights`, which come
+    /// with their names.
     ///
     /// # Errors
     /// A unit without the segments that multiply by the weights.
@@ -221,8 +221,8 @@ impl PartedRows {
     }
 }
 
-/// The value of a block's segments to which the product with a weight leads: attention ends with the
-/// summand `a` of the residual stream, and the MLP with `b`.
+/// The value of a block's segments to which the product with a weight leads: attention ends with
+/// the summand `a` of the residual stream, and the MLP with `b`.
 fn summand_of(weight: &str) -> &'static str {
     if weight.starts_with("attn.") { "a" } else { "b" }
 }

@@ -50,8 +50,8 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
     group + if across { replicated } else { 0.0 }
 }
 
-/// Bytes read and written to decode a gathered unit whose frozen matrices lie encoded: its codes are
-/// fewer bytes than the memory that the gather takes. 0 for every other instruction.
+/// Bytes read and written to decode a gathered unit whose frozen matrices lie encoded: its codes
+/// are fewer bytes than the memory that the gather takes. 0 for every other instruction.
 fn decoding_bytes(instruction: &Instruction) -> f64 {
     let Action::Gather { .. } = instruction.action else { return 0.0 };
     let taken: i64 = instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum();

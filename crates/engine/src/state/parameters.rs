@@ -333,8 +333,8 @@ impl ParameterState {
         }
     }
 
-    /// Writes a unit's copy to its tier. Of a copy that lies encoded in memory, only what is trained
-    /// is written, and has to be here.
+    /// Writes a unit's copy to its tier. Of a copy that lies encoded in memory, only what is
+    /// trained is written, and has to be here.
     pub fn write(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
         if let Some(at_rest) = unit.fetched_from() {
@@ -534,8 +534,8 @@ impl UnitParameters {
         self.copy_range.len() + self.frozen_range.len()
     }
 
-    /// Sets the frozen parameters in the copy, or where they lie encoded. `set` is called with each one's index, a range of
-    /// its elements, and an f32 tensor to write their values to.
+    /// Sets the frozen parameters in the copy, or where they lie encoded. `set` is called with each
+    /// one's index, a range of its elements, and an f32 tensor to write their values to.
     pub fn set_frozen(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
         if let Some(at_rest) = &self.at_rest {
             return at_rest.set(&self.layout, FROZEN_AT_ONCE, set);
