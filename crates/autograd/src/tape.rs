@@ -138,6 +138,8 @@ pub struct Tape<'a> {
     gradients: Option<&'a mut dyn Gradients>,
     eight_bits: Option<EightBits<'a>>,
     observer: Option<Observer<'a>>,
+    /// Squares of rows' norms over all ranks, of weights whose columns ranks divide.
+    row_squares: BTreeMap<ParamId, Tensor>,
     policy: Policy,
     random: RandomKey,
     sites: u32,
@@ -165,6 +167,7 @@ impl<'a> Tape<'a> {
             gradients: None,
             eight_bits: None,
             observer: None,
+            row_squares: BTreeMap::new(),
             policy,
             random,
             sites: 0,
@@ -201,6 +204,17 @@ impl<'a> Tape<'a> {
     pub fn with_rounded_inputs(mut self, layers: &'a BTreeSet<ParamId>) -> Tape<'a> {
         self.eight_bits = Some(EightBits::RoundedInputs(layers));
         self
+    }
+
+    /// Sets the squares of the norms of rows that the weight `w` has with its adapter, summed over
+    /// the ranks that divide its columns ([`Tape::row_squares`]).
+    pub fn set_row_squares(&mut self, w: ParamId, squares: Tensor) {
+        self.row_squares.insert(w, squares);
+    }
+
+    /// The squares that [`Tape::set_row_squares`] set for `w`; None if it was not called.
+    pub(crate) fn summed_row_squares(&self, w: ParamId) -> Option<&Tensor> {
+        self.row_squares.get(&w)
     }
 
     /// Shows `observer` the inputs of linear layers, before each product.

@@ -303,20 +303,78 @@ fn a_base_in_few_bits_is_trained_resumed_merged_and_checked() {
     }
     let lora = ["--set", "fine_tuning.adapter=lora", "--set", "fine_tuning.base_dtype=nf4"];
     let stage = ["--set", "parallel.ranks=2", "--set", "parallel.zero_stage=3"];
-    let tensor = ["--set", "fine_tuning.adapter=dora", "--set", "parallel.tensor_parallel_degree=2"];
+    let twice = [&lora[..], &stage, &["--set", "compression.parameters=int8"]].concat();
     for (sets, words) in [
         (&lora[2..], "needs something frozen"),
-        (&[&lora[..], &stage].concat()[..], "parallel.zero_stage = 2 or less"),
+        (&twice[..], "compression.parameters = \"none\""),
         (
             &[&lora[..], &["--set", "memory.offload.parameters=disk"]].concat()[..],
             "memory.offload.parameters = \"none\"",
         ),
-        (&[&tensor[..], &["--set", "parallel.ranks=2"]].concat()[..], "parallel.tensor_parallel_degree = 1"),
         (&["--set", "fine_tuning.adapter=lora", "--set", "fine_tuning.from=dora-adapter"][..], "of kind \"dora\""),
     ] {
         let refused = fine_tune(&folder, "refused", sets);
         assert!(refused.code != Some(0) && refused.stderr.contains(words), "{sets:?}: {}", refused.stderr);
     }
+}
+
+/// A base in few bits in shards: a run on one rank goes on with two and with four shards, from its
+/// checkpoint, and ends with the same adapters.
+#[test]
+fn a_base_in_few_bits_goes_on_with_another_number_of_shards() {
+    let folder = with_model();
+    for (name, base) in [("lora", "nf4"), ("dora", "int8")] {
+        let sets = [
+            format!("fine_tuning.adapter={name}"),
+            format!("fine_tuning.base_dtype={base}"),
+            "training.elastic_bits=true".to_owned(),
+            "training.global_batch_size=4".to_owned(),
+            "training.micro_batch_size=1".to_owned(),
+            "training.steps=6".to_owned(),
+            "checkpoint.interval_steps=3".to_owned(),
+        ];
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        fine_tune(&folder, name, &sets).ok();
+        let run = format!("runs/{name}");
+        let adapter = |out: &str| {
+            folder.run(&["export", &run, "--out", out, "--adapter"]).ok();
+            fs::read(folder.join(out).join("adapter_model.safetensors")).unwrap()
+        };
+        let whole = adapter(&format!("{name}-1"));
+        for ranks in ["2", "4"] {
+            let ranks_set = format!("parallel.ranks={ranks}");
+            let stage = ["--set", "parallel.zero_stage=3", "--set", &ranks_set];
+            folder.run(&[&["train", "--resume", &run, "--checkpoint", "3"], &stage[..]].concat()).ok();
+            assert!(adapter(&format!("{name}-{ranks}")) == whole, "{name} on {ranks} ranks");
+        }
+    }
+}
+
+/// Magnitudes on ranks that share products: the adapters are those of one rank but for rounding, in
+/// a run that goes on with another division too.
+#[test]
+fn magnitudes_train_on_parts_of_products() {
+    let folder = with_model();
+    let dora = ["--set", "fine_tuning.adapter=dora", "--set", "training.steps=6", "--set", "precision.compute=f32"];
+    let tensor = ["--set", "parallel.ranks=2", "--set", "parallel.tensor_parallel_degree=2"];
+    let keep = ["--set", "checkpoint.interval_steps=3"];
+    fine_tune(&folder, "one", &[&dora[..], &keep].concat()).ok();
+    fine_tune(&folder, "two", &[&dora[..], &keep, &tensor].concat()).ok();
+    let adapter = |run: &str, out: &str| {
+        folder.run(&["export", &format!("runs/{run}"), "--out", out, "--adapter"]).ok();
+        let bytes = fs::read(folder.join(out).join("adapter_model.safetensors")).unwrap();
+        let head = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let values = bytes[head..].as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        values.collect::<Vec<f32>>()
+    };
+    let one = adapter("one", "one-adapter");
+    let close = |two: &[f32]| {
+        let apart = one.iter().zip(two).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+        assert!(one.len() == two.len() && apart < 2e-3, "{apart}");
+    };
+    close(&adapter("two", "two-adapter"));
+    folder.run(&[&["train", "--resume", "runs/one", "--checkpoint", "3"], &tensor[..]].concat()).ok();
+    close(&adapter("one", "one-on-two"));
 }
 
 /// A PEFT folder instead of a model: it is evaluated, generates and is exported with the model that

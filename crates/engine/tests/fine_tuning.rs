@@ -17,7 +17,7 @@ use trainyard_engine::state::Holding;
 use trainyard_engine::tier::Tiers;
 use trainyard_model::weights::{WeightReader, export_adapter, read_adapter_config};
 use trainyard_model::{BatchShape, Model, Tuning, hf};
-use trainyard_program::{BlockCodec, MemoryKind, StateBytes, Tier};
+use trainyard_program::{Action, BlockCodec, MemoryKind, StateBytes, Tier};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -43,10 +43,10 @@ fn joined<'s>(parts: &[&[&'s str]]) -> Vec<&'s str> {
     parts.concat()
 }
 
-/// False if parameters lie encoded, and are to be cut into shards or to lie on disk.
+/// False if parameters lie encoded, and are to lie on disk.
 fn goes_with(way: &[&str], tuning: &[&str]) -> bool {
     let encoded = tuning.iter().any(|set| set.starts_with("fine_tuning.base_dtype"));
-    !encoded || ["parallel.zero_stage=3", "memory.offload.parameters='disk'"].iter().all(|set| !way.contains(set))
+    !encoded || !way.contains(&"memory.offload.parameters='disk'")
 }
 
 /// The bits of one rank, on every way of running that may not change them.
@@ -124,6 +124,103 @@ fn adapters_on_an_encoded_base_train_the_same_bits_in_every_layout() {
     same_bits(MIXED_IN_8_BITS);
 }
 
+/// Expects every one of `ways` to train the bits of the first, with memory as predicted.
+fn all_alike(tuning: &[&str], ways: &[&[&str]]) {
+    let base: &[&str] = if tuning.contains(&"precision.compute='bf16'") { &[] } else { &["precision.compute='f32'"] };
+    let mut first = None;
+    for way in ways {
+        let sets = joined(&[base, tuning, way]);
+        let ends = train(&sets, STEPS);
+        ends.iter().for_each(|end| check_memory(end, &sets));
+        let result = (losses(&ends), weights(&ends));
+        assert!(*first.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+    }
+}
+
+/// Whole units are frozen, and their matrices lie encoded.
+const TOP_IN_4_BITS: &[&str] = &[TOP[0], "fine_tuning.base_dtype='nf4'"];
+const ENCODED: [&[&str]; 4] = [QLORA, QDORA, MIXED_IN_8_BITS, TOP_IN_4_BITS];
+
+/// A base that lies encoded on one rank, whole on every rank, and in shards.
+#[test]
+fn an_encoded_base_in_shards_trains_the_bits_of_a_whole_one() {
+    let zero = |stage: &'static str| ["parallel.ranks=4", stage];
+    let [ddp, two, three] = ["parallel.zero_stage=0", "parallel.zero_stage=2", "parallel.zero_stage=3"].map(zero);
+    let of = |more: &[&'static str]| joined(&[&three, more]);
+    let ways = [
+        of(&["parallel.prefetch=2"]),
+        of(&["parallel.prefetch=0"]),
+        of(&["parallel.reshard_after_forward=false"]),
+        of(&["parallel.reshard_after_forward=2", "activation_checkpointing.mode='selective'"]),
+        of(&["activation_checkpointing.mode='full'"]),
+        of(&["parallel.data_parallel_replicate_degree=2"]),
+        of(&["memory.offload.optimizer='disk'", "memory.offload.gradients='disk'"]),
+        of(&["memory.offload.activations='disk'"]),
+    ];
+    for tuning in ENCODED {
+        let ways = [&ddp[..], &two].into_iter().chain(ways.iter().map(Vec::as_slice));
+        all_alike(tuning, &ways.collect::<Vec<_>>());
+        // Parts that are no whole words of a block, on three ranks.
+        let three_ranks = ["parallel.ranks=3", "training.global_batch_size=6"];
+        all_alike(tuning, &[&three_ranks, &joined(&[&three_ranks, &["parallel.zero_stage=3"]])]);
+        let elastic = ["training.elastic_bits=true", "training.micro_batch_size=2"];
+        let shards = |ranks: &'static str| joined(&[&elastic, &[ranks, "parallel.zero_stage=3"]]);
+        all_alike(tuning, &[&elastic, &shards("parallel.ranks=2"), &shards("parallel.ranks=4")]);
+    }
+}
+
+/// Shards of an encoded base beside the other ways of dividing a model and its batches.
+#[test]
+fn an_encoded_base_in_shards_trains_beside_other_axes() {
+    let axes: [&[&str]; 4] = [
+        &["parallel.pipeline_parallel_degree=2"],
+        &["parallel.context_parallel_degree=2"],
+        &["parallel.tensor_parallel_degree=2"],
+        &["parallel.reduce_schedule='micro_batch'", "training.accumulation_steps=2"],
+    ];
+    for (axis, tuning) in axes.iter().flat_map(|axis| ENCODED.map(|tuning| (axis, tuning))) {
+        let of = |stage| joined(&[&["parallel.ranks=4"], axis, &[stage]]);
+        let stages = ["parallel.zero_stage=1", "parallel.zero_stage=3"].map(of);
+        all_alike(tuning, &[&stages[0], &stages[1]]);
+    }
+}
+
+/// Each rank holds its share of the codes, and the codes are what a gather moves.
+#[test]
+fn a_rank_holds_its_share_of_the_codes_and_gathers_move_codes() {
+    let of = |ranks: u64, base: &str| {
+        let [ranks, base] = [format!("parallel.ranks={ranks}"), format!("fine_tuning.base_dtype='{base}'")];
+        train(&joined(&[LORA, &["parallel.zero_stage=3", "precision.compute='bf16'", &ranks, &base]]), 1).remove(0)
+    };
+    let gathered = |end: &End| {
+        let gathers = end.program.instructions.iter().filter(|at| matches!(at.action, Action::Gather { unit: 1, .. }));
+        let mut bytes: Vec<u64> = gathers.map(|gather| gather.bytes).collect();
+        bytes.dedup();
+        bytes
+    };
+    // Those of queries, keys and values, of the projection, of gate and up, and of down.
+    let matrices = [64 * 32, 32 * 32, 128 * 32, 32 * 64];
+    let norms = 2 * 2 * 32;
+    let frozen = matrices.iter().sum::<u64>() + 2 * 32;
+    for ranks in [2, 4] {
+        let plain = of(ranks, "compute");
+        // Adapters of rank 4 are less than a quantum, which each rank has one of.
+        let trained = 2 * 4096 * ranks;
+        let whole = 2 * frozen.next_multiple_of(4096 * ranks);
+        assert_eq!(gathered(&plain), [trained + whole]);
+        for (base, codec) in [("nf4", BlockCodec::Nf4), ("int8", BlockCodec::Int8)] {
+            let encoded = of(ranks, base);
+            let codes = matrices.map(|elements| codec.bytes(elements)).iter().sum::<u64>() + norms;
+            let codes = codes.next_multiple_of(2 * ranks);
+            assert_eq!(gathered(&encoded), [trained + codes], "{base} on {ranks} ranks");
+            let [plain, encoded] = [&plain, &encoded].map(|end| end.memory.live(Purpose::Params) as u64);
+            // Memory comes in 64 bytes. There are two blocks.
+            let saved = 2 * (whole / ranks - (codes / ranks).next_multiple_of(64));
+            assert_eq!(plain - encoded, saved, "{base} on {ranks} ranks");
+        }
+    }
+}
+
 /// Trained parameters have the gradients that they have in full training.
 #[test]
 fn freezing_changes_no_gradient_of_what_is_trained() {
@@ -168,7 +265,7 @@ fn what_is_frozen_has_no_state() {
 #[test]
 fn adapters_on_split_layers_train_as_on_one_rank() {
     let base = ["precision.compute='f32'", "model.heads=6", "model.kv_heads=2", "model.dim=48"];
-    for tuning in [LORA, MIXED] {
+    for tuning in [LORA, MIXED, DORA] {
         let one = train(&joined(&[&base, tuning]), STEPS);
         for layout in [
             &["parallel.tensor_parallel_degree=2", "parallel.sequence_parallel=false"][..],
@@ -185,6 +282,53 @@ fn adapters_on_split_layers_train_as_on_one_rank() {
                 let (a, b) = (f32::from_bits(*a), f32::from_bits(*b));
                 assert!((a - b).abs() < 1e-6 + 1e-3 * b.abs(), "{sets:?}: {a} against {b}");
             }
+        }
+    }
+}
+
+/// Rows of which every rank has a part: their norms are summed over ranks, whatever is kept for
+/// backward and however else ranks are used. At first nothing is scaled.
+#[test]
+fn magnitudes_of_parted_rows_train_the_same_bits_in_every_layout() {
+    const TENSOR: &[&str] = &["parallel.tensor_parallel_degree=2"];
+    let dora_in_bf16 = joined(&[DORA, &["precision.compute='bf16'"]]);
+    let dora_on_gpt2 = joined(&[DORA, &LORA_ON_GPT2[1..]]);
+    for tuning in [DORA, &dora_in_bf16, &dora_on_gpt2, QDORA] {
+        let of = |more: &[&'static str]| joined(&[TENSOR, more]);
+        let two = "parallel.ranks=2";
+        let ways = [
+            of(&[two]),
+            of(&[two, "activation_checkpointing.mode='selective'"]),
+            of(&[two, "activation_checkpointing.mode='full'"]),
+            of(&[two, "memory.offload.activations='disk'"]),
+        ];
+        all_alike(tuning, &ways.each_ref().map(Vec::as_slice));
+        let four = ["parallel.ranks=4"];
+        let ways = ["parallel.zero_stage=0", "parallel.zero_stage=2", "parallel.zero_stage=3"];
+        all_alike(tuning, &ways.map(|stage| joined(&[TENSOR, &four, &[stage]])).each_ref().map(Vec::as_slice));
+        let pipeline = ["parallel.pipeline_parallel_degree=2", "parallel.ranks=4"];
+        let ways = ["activation_checkpointing.mode='none'", "activation_checkpointing.mode='full'"];
+        all_alike(tuning, &ways.map(|mode| joined(&[TENSOR, &pipeline, &[mode]])).each_ref().map(Vec::as_slice));
+    }
+    let first = |adapter: &[&str]| losses(&train(&joined(&[adapter, TENSOR, &["parallel.ranks=2"]]), 2));
+    let [lora, dora] = [LORA, DORA].map(first);
+    assert!(lora[0] == dora[0] && lora[1] != dora[1], "{lora:?} {dora:?}");
+}
+
+/// Beside the ranks that divide the sequence too.
+#[test]
+fn magnitudes_of_parted_rows_train_beside_context_parallelism() {
+    let base = joined(&[DORA, &["precision.compute='f32'"]]);
+    let one = losses(&train(&base, STEPS));
+    for axes in [
+        &["parallel.ranks=4", "parallel.context_parallel_degree=2", "parallel.tensor_parallel_degree=2"][..],
+        &["parallel.ranks=2", "parallel.context_parallel_degree=2"],
+    ] {
+        let sets = joined(&[&base, axes]);
+        let ends = train(&sets, STEPS);
+        ends.iter().for_each(|end| check_memory(end, &sets));
+        for (a, b) in losses(&ends).iter().zip(&one) {
+            assert!((a / b - 1.0).abs() < 1e-5, "{sets:?}: {a} against {b}");
         }
     }
 }

@@ -8,7 +8,7 @@
 //! Names in files are those of PEFT.
 
 use crate::parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split};
-use crate::unit::{Forward, Segments, Unit};
+use crate::unit::{Exchange, Forward, Segment, Segments, Unit, Value};
 use crate::{Model, ModelError, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -104,6 +104,8 @@ pub fn matches(pattern: &str, name: &str) -> bool {
 struct TunedUnit {
     inner: Box<dyn Unit>,
     parameters: Vec<ParameterSpec>,
+    /// None if no adapter with magnitudes has a weight of which ranks have parts of rows.
+    parted: Option<PartedRows>,
 }
 
 impl Unit for TunedUnit {
@@ -128,7 +130,7 @@ impl Unit for TunedUnit {
     }
 
     fn segments(&self) -> Option<&Segments> {
-        self.inner.segments()
+        self.parted.as_ref().map(|parted| &parted.segments).or_else(|| self.inner.segments())
     }
 
     fn forward_segment(
@@ -138,8 +140,96 @@ impl Unit for TunedUnit {
         cx: &mut Forward<'_>,
         takes: &[Var],
     ) -> Result<Vec<Var>> {
-        self.inner.forward_segment(segment, tape, cx, takes)
+        let Some(parted) = &self.parted else { return self.inner.forward_segment(segment, tape, cx, takes) };
+        if segment == ROWS {
+            let squares = |(weight, adapter, _): &(ParamId, Adapter, usize)| Ok(tape.row_squares(*weight, adapter)?);
+            return parted.weights.iter().map(squares).collect();
+        }
+        let inner = segment - usize::from(segment > ROWS);
+        let own: Vec<&(ParamId, Adapter, usize)> = parted.weights.iter().filter(|(.., at)| *at == inner).collect();
+        let (takes, squares) = takes.split_at(takes.len().saturating_sub(own.len()));
+        for ((weight, ..), squares) in own.into_iter().zip(squares) {
+            tape.set_row_squares(*weight, squares.tensor().clone());
+        }
+        self.inner.forward_segment(inner, tape, cx, takes)
     }
+}
+
+/// The segment that squares rows: it follows the first, which keeps the unit's input.
+const ROWS: usize = 1;
+
+/// The weights of a split unit that have magnitudes, and of whose rows each rank has a part. A
+/// segment takes the squares of the rank's parts, an exchange sums them over ranks, and the
+/// segments that multiply by the weights take the sums (Liu et al. 2024, equation 5).
+struct PartedRows {
+    segments: Segments,
+    /// Each weight with its adapter and the segment of the inner unit that multiplies by it.
+    weights: Vec<(ParamId, Adapter, usize)>,
+}
+
+impl PartedRows {
+    /// The segments of a unit whose own are `inner`; None if there are no `weights`, which come
+    /// with their names.
+    ///
+    /// # Errors
+    /// A unit without the segments that multiply by the weights.
+    fn new(inner: Option<&Segments>, weights: Vec<(ParamId, Adapter, String)>) -> Result<Option<PartedRows>> {
+        if weights.is_empty() {
+            return Ok(None);
+        }
+        let of = |inner: &Segments, (weight, adapter, name): (ParamId, Adapter, String)| {
+            let summand = summand_of(&name);
+            let made = inner.values.iter().position(|value| value.name == summand)?;
+            let multiplies = inner.segments.iter().position(|segment| segment.gives.contains(&made))?;
+            Some((weight, adapter, multiplies))
+        };
+        let names: Vec<&str> = weights.iter().map(|(.., name)| summand_of(name)).collect();
+        let of_all = |inner: &Segments| weights.iter().cloned().map(|weight| of(inner, weight)).collect::<Option<_>>();
+        let unknown = || {
+            let problem = "magnitudes (DoRA) of rows that tensor parallelism cuts need a block whose parts are summed";
+            ModelError::Tuning(format!("{problem}: use adapters without them, or parallel.tensor_parallel_degree = 1"))
+        };
+        let inner = inner.ok_or_else(unknown)?;
+        let weights: Vec<(ParamId, Adapter, usize)> = of_all(inner).ok_or_else(unknown)?;
+        let mut segments = inner.clone();
+        let first = segments.values.len() - 1;
+        let moved = |value: &mut usize| *value += if *value == first { 2 * weights.len() } else { 0 };
+        segments.segments.iter_mut().flat_map(|one| one.takes.iter_mut().chain(&mut one.gives)).for_each(moved);
+        segments.exchanges.iter_mut().flat_map(|one| [&mut one.from, &mut one.to]).for_each(moved);
+        let output = segments.values.pop().ok_or_else(unknown)?;
+        // Ranks that divide the sequence have the same weights.
+        let context = match output.context {
+            Layout::Invariant => Layout::Invariant,
+            _ => Layout::Replicated,
+        };
+        let mut exchanges = Vec::new();
+        for (number, (.., multiplies)) in weights.iter().enumerate() {
+            let [from, to] = [0, 1].map(|after| first + 2 * number + after);
+            let [parts, sums] = if names[number] == "a" { ["a_rows", "a_rows'"] } else { ["b_rows", "b_rows'"] };
+            segments.values.push(Value { context, ..Value::new(parts, Layout::Partial) });
+            segments.values.push(Value { context, ..Value::new(sums, Layout::Replicated) });
+            segments.segments[*multiplies].takes.push(to);
+            exchanges.push(Exchange { from, to });
+        }
+        segments.values.push(output);
+        let gives = exchanges.iter().map(|exchange| exchange.from).collect();
+        let rows = Segment { name: "rows", takes: Vec::new(), gives, differentiable: false };
+        segments.segments.insert(ROWS, rows);
+        let before = segments.exchanges.iter().filter(|one| segments.segments[0].gives.contains(&one.from)).count();
+        segments.exchanges.splice(before..before, exchanges);
+        Ok(Some(PartedRows { segments, weights }))
+    }
+}
+
+/// The value of a block's segments to which the product with a weight leads: attention ends with
+/// the summand `a` of the residual stream, and the MLP with `b`.
+fn summand_of(weight: &str) -> &'static str {
+    if weight.starts_with("attn.") { "a" } else { "b" }
+}
+
+/// True if the rank has parts of the rows of a weight, because ranks divide its columns.
+pub fn has_parts_of_rows(weight: &ParameterSpec) -> bool {
+    weight.shape.len() == 2 && weight.split.as_ref().is_some_and(|split| split.dim == 1)
 }
 
 /// The adapters of a model by the weight that they add to.
@@ -172,6 +262,7 @@ pub(crate) fn tuned(
     let mut all: Vec<Box<dyn Unit>> = Vec::with_capacity(units.len());
     for (number, inner) in units.into_iter().enumerate() {
         let mut parameters = inner.parameters().to_vec();
+        let mut parted = Vec::new();
         for parameter in &mut parameters {
             parameter.trained = tuning.trains(&format!("{}.{}", inner.name(), parameter.name));
             parameter.rate *= tuning.layer_rate_decay.map_or(1.0, |decay| decay.powi((last - number) as i32));
@@ -192,20 +283,18 @@ pub(crate) fn tuned(
                     let magnitude = spec.magnitudes.then(|| magnitude(&weight, up));
                     adapter.magnitude = magnitude.as_ref().map(|_| m);
                     parameters.extend(pair.into_iter().chain(magnitude));
-                    adapters.insert(ParamId::new(number as u32, index as u32), adapter);
+                    let id = ParamId::new(number as u32, index as u32);
+                    if spec.magnitudes && has_parts_of_rows(&weight) {
+                        parted.push((id, adapter.clone(), weight.name.clone()));
+                    }
+                    adapters.insert(id, adapter);
                 }
             }
         }
-        all.push(Box::new(TunedUnit { inner, parameters }));
+        let parted = PartedRows::new(inner.segments(), parted)?;
+        all.push(Box::new(TunedUnit { inner, parameters, parted }));
     }
     if let Some(spec) = &tuning.adapter {
-        if spec.magnitudes && tensor_ranks > 1 {
-            return Err(ModelError::Tuning(
-                "magnitudes (DoRA) need whole rows of weights, which tensor parallelism cuts: use adapters without them, or \
-                 parallel.tensor_parallel_degree = 1"
-                    .into(),
-            ));
-        }
         if spec.rank == 0 {
             return Err(ModelError::Tuning("an adapter of rank 0 adds nothing: give a rank of 1 or more".into()));
         }
@@ -343,12 +432,18 @@ fn pair(
 /// The magnitudes of `weight`, one for each row of the up projections `up`.
 fn magnitude(weight: &ParameterSpec, up: &ParameterSpec) -> ParameterSpec {
     let name = format!("{}.lora_magnitude", weight.name.strip_suffix(".weight").unwrap_or(&weight.name));
-    let spec = ParameterSpec::new(&name, &[up.shape[0]], Init::Ones, ParameterKind::Norm, String::new());
+    let rows = up.whole_shape()[0];
+    let spec = ParameterSpec::new(&name, &[rows], Init::Ones, ParameterKind::Norm, String::new());
     let of_source = |source: &Source| {
         let layer = source.hf_name.strip_suffix("lora_B.weight").unwrap_or(&source.hf_name);
         (format!("{layer}lora_magnitude_vector"), source.rows.len())
     };
-    spec.fused(&up.sources.iter().map(of_source).collect::<Vec<_>>())
+    let mut spec = spec.fused(&up.sources.iter().map(of_source).collect::<Vec<_>>());
+    // Each rank scales its summands of the outputs, and the gradients of what is whole are summed.
+    spec.shape[0] = up.shape[0];
+    spec.layout = up.layout;
+    spec.split = up.split.clone().map(|split| Split { whole: vec![rows], ..split });
+    spec
 }
 
 /// Neighbours that continue each other as one.

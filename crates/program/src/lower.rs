@@ -230,7 +230,7 @@ impl<'a> Lowering<'a> {
         };
         let mut windows =
             parameter_windows(&passes, units, |unit| program.reads(unit).collect(), &reach(mesh, strategy, &placement));
-        windows.retain(|window| !program.staying.contains(&window.unit));
+        windows.retain(|window| placement.parameters == Extent::Shard || !program.staying.contains(&window.unit));
         let apart = strategy.elastic || strategy.reduce_schedule == ReduceSchedule::PerMicroBatch;
         let spans = |program: &Program, apart| {
             let adds_to = |pass: &Pass| match program.adds_gradients(pass.unit, pass.phase, pass.part) {
@@ -403,7 +403,7 @@ impl<'a> Lowering<'a> {
         let Window { unit, over, .. } = *window;
         let shards = self.sizes.mesh.shard_degree();
         // A part that stayed since the forward is not fetched from the tier again.
-        let from_tier = self.strategy.offload.parameters.is_some() && over == shards;
+        let from_tier = self.program.lies_in_a_tier(unit) && over == shards;
         let fetched = from_tier.then(|| self.fetch_parameters(unit, before));
         match fetched {
             Some(fetched) if self.sizes.placement.parameters == Extent::Full => return fetched,
@@ -413,7 +413,8 @@ impl<'a> Lowering<'a> {
         let stayed = if over == shards { 0 } else { full / u64::from(over) };
         // Parts that were kept are the decoded ones, and travel as they are.
         let encoding = self.strategy.gathers.filter(|_| over == shards);
-        let gather = Instruction::new(Action::Gather { unit, over }).moving(full);
+        let message = if over == shards { self.sizes.gathered(unit) } else { full };
+        let gather = Instruction::new(Action::Gather { unit, over }).moving(message);
         let gather = gather.encoded_parameters(encoding, self.strategy.bytes.parameter);
         let gather = gather.taking(MemoryKind::Gathered, full - stayed);
         let gather = self.builder.push(gather, before.into_iter().chain(fetched));

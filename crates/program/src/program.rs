@@ -23,7 +23,8 @@ pub struct Program {
     pub placement: Placement,
     /// The tiers of state that is fetched and evicted.
     pub offload: Offload,
-    /// The units whose parameters stay on the device although those of others lie in a tier.
+    /// The units whose parameters stay on the device although those of others lie in a tier; all,
+    /// if they are shards that lie encoded and are decoded by gathers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub staying: Vec<u32>,
     /// Per unit, the number of chunks in which its optimizer state is fetched and updated. Empty:

@@ -1,7 +1,8 @@
 //! The sizes of one rank's state and messages.
 
 use crate::{
-    Axis, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, Tier, chunk_elements, padded,
+    Axis, BlockCodec, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, Tier,
+    chunk_elements, padded,
 };
 
 /// The sizes of one rank's state and messages. They are equal for all ranks of a pipeline stage,
@@ -66,12 +67,13 @@ impl<'a> Sizes<'a> {
         self.held(unit, extent, width) + frozen * u64::from(width)
     }
 
-    /// The units of which nothing is encoded, where the tier of parameters encodes.
+    /// The units that stay on the device where the tier of parameters encodes: those of which
+    /// nothing is encoded, or all if shards lie encoded, which gathers decode.
     pub fn staying_units(&self) -> Vec<u32> {
+        let all = 0..self.model.units.len() as u32;
+        let sharded = self.placement.parameters == Extent::Shard;
         match self.strategy.offload.parameters {
-            Some(Tier::Encoded(_)) => {
-                (0..self.model.units.len() as u32).filter(|unit| self.encodable(*unit).next().is_none()).collect()
-            }
+            Some(Tier::Encoded(codec)) => all.filter(|unit| sharded || self.packed(*unit, codec).is_none()).collect(),
             _ => Vec::new(),
         }
     }
@@ -88,20 +90,58 @@ impl<'a> Sizes<'a> {
     pub fn staying(&self, unit: u32) -> u64 {
         match self.strategy.offload.parameters {
             None => self.parameters(unit),
-            Some(Tier::Encoded(codec)) => {
-                let width = u64::from(self.strategy.bytes.parameter);
-                let encoded: u64 = self.encodable(unit).map(|elements| codec.bytes(elements)).sum();
-                self.parameters(unit) + encoded - width * self.encodable(unit).sum::<u64>()
-            }
+            Some(Tier::Encoded(codec)) => match self.packed(unit, codec) {
+                Some(packed) => {
+                    let trained = self.held(unit, self.placement.parameters, self.strategy.bytes.parameter);
+                    trained + packed / self.packed_parts()
+                }
+                None => self.parameters(unit),
+            },
             Some(Tier::Host | Tier::Disk) => 0,
         }
     }
 
-    /// The elements of each parameter that an encoding tier encodes.
-    fn encodable(&self, unit: u32) -> impl Iterator<Item = u64> + '_ {
+    /// Bytes of the message that gathers a unit's shards over the whole shard group.
+    pub fn gathered(&self, unit: u32) -> u64 {
+        let width = self.strategy.bytes.parameter;
+        match self.received(unit) {
+            0 => self.full(unit, width),
+            packed => self.trained(unit, width) + packed,
+        }
+    }
+
+    /// Bytes of a unit's frozen parameters as they travel and lie before they are decoded; 0 if
+    /// gathers move them as they are.
+    pub fn received(&self, unit: u32) -> u64 {
+        match self.strategy.offload.parameters {
+            Some(Tier::Encoded(codec)) if self.placement.parameters == Extent::Shard => {
+                self.packed(unit, codec).unwrap_or(0)
+            }
+            _ => 0,
+        }
+    }
+
+    /// The number of equal parts in which packed words lie on ranks.
+    fn packed_parts(&self) -> u64 {
+        match self.placement.parameters {
+            Extent::Full => 1,
+            Extent::Shard => u64::from(self.mesh.shard_degree()),
+        }
+    }
+
+    /// Bytes of a unit's frozen parameters with its matrices encoded, padded to equal parts of
+    /// 16-bit words; None if nothing of it is encoded.
+    fn packed(&self, unit: u32, codec: BlockCodec) -> Option<u64> {
         let unit = &self.model.units[unit as usize];
+        if unit.encodable.is_empty() {
+            return None;
+        }
         let tp = if unit.split.is_some() { 1 } else { u64::from(self.mesh.tp) };
-        unit.encodable.iter().map(move |elements| elements.div_ceil(tp))
+        let matrices = || unit.encodable.iter().map(|elements| elements.div_ceil(tp));
+        let encoded: u64 = matrices().map(|elements| codec.bytes(elements)).sum();
+        let plain = unit.frozen_elements.div_ceil(tp).saturating_sub(matrices().sum());
+        let bytes = encoded + plain * u64::from(self.strategy.bytes.parameter);
+        Some(bytes.next_multiple_of(2 * self.packed_parts()))
     }
 
     /// Bytes of a unit's masters and of its optimizer state.

@@ -224,8 +224,8 @@ pub enum Tier {
     /// A local disk.
     Disk,
     /// The rank's own memory, in fewer bits: the frozen matrices of blocks as this codec encodes
-    /// them (QLoRA, Dettmers et al. 2023), and the rest as it is. A fetch decodes. Parameters alone
-    /// can lie there.
+    /// them (QLoRA, Dettmers et al. 2023), and the rest as it is. A fetch decodes, or the gather of
+    /// shards that lie encoded. Parameters alone can lie there.
     Encoded(BlockCodec),
 }
 
@@ -561,9 +561,9 @@ pub enum StrategyError {
     /// State other than parameters is to be kept encoded.
     #[error("parameters alone can lie encoded in memory: offload other state to the host or to a disk")]
     EncodedState,
-    /// Parameters are to be kept encoded, and sharded as well.
-    #[error("encoded parameters are whole on every rank: use a ZeRO stage below 3, or one rank")]
-    EncodedShards,
+    /// Shards of parameters lie encoded, and are to be encoded once more on their way.
+    #[error("shards that lie encoded travel as they are: leave out the encoding of gathers")]
+    EncodedTwice,
     /// Gradients are offloaded in a pipeline, but stages sum shared gradients on the device.
     #[error("in a pipeline gradients stay on the device: leave out their offload, or use one stage")]
     GradientsOfStages,
@@ -645,10 +645,8 @@ pub(crate) fn validate(model: &ModelShape, mesh: &Mesh, strategy: &Strategy) -> 
     {
         return Err(StrategyError::EncodedState);
     }
-    if matches!(strategy.offload.parameters, Some(Tier::Encoded(_)))
-        && Placement::of(mesh, strategy).parameters == Extent::Shard
-    {
-        return Err(StrategyError::EncodedShards);
+    if matches!(strategy.offload.parameters, Some(Tier::Encoded(_))) && strategy.gathers.is_some() {
+        return Err(StrategyError::EncodedTwice);
     }
     if strategy.zero_stage > 3 {
         return Err(StrategyError::ZeroStage(strategy.zero_stage));

@@ -249,7 +249,9 @@ impl Lowering<'_> {
         // The parameters of the last outer step and their momentum.
         let copies = 1 + i64::from(self.strategy.outer_momentum);
         let apart = if self.strategy.kind.is_apart() { copies * sum(&masters) } else { 0 };
-        let buffers = self.residuals() + self.server_buffers(of_server) as i64;
+        // Gathers come one after the other, so they share the buffer of the largest.
+        let received = self.holds.iter().map(|unit| self.sizes.received(*unit)).max().unwrap_or(0);
+        let buffers = self.residuals() + (self.server_buffers(of_server) + received) as i64;
         let kept = [(MemoryKind::Optimizer, None, apart), (MemoryKind::Communication, None, buffers)];
         let effects = effects.into_iter().chain(kept);
         let here = effects.filter(|(_, tier, bytes)| tier.is_none() && *bytes != 0);

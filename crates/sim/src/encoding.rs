@@ -6,7 +6,7 @@ use trainyard_program::{Action, Axis, BlockCodec, Codec, Encoding, Factors, Inst
 /// Bytes read and written to encode and decode the messages of `instruction`; 0 if they travel as
 /// they are.
 pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
-    let Some(encoding) = instruction.encoding else { return 0.0 };
+    let Some(encoding) = instruction.encoding else { return decoding_bytes(instruction) };
     let mesh = &program.mesh;
     let (shards, replicas) = (f64::from(mesh.shard_degree()), f64::from(mesh.dp_replicate));
     if let (Action::Gather { .. }, Codec::Blocks(codec)) = (instruction.action, encoding.codec) {
@@ -50,6 +50,14 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
     group + if across { replicated } else { 0.0 }
 }
 
+/// Bytes read and written to decode a gathered unit whose frozen matrices lie encoded: its codes
+/// are fewer bytes than the memory that the gather takes. 0 for every other instruction.
+fn decoding_bytes(instruction: &Instruction) -> f64 {
+    let Action::Gather { .. } = instruction.action else { return 0.0 };
+    let taken: i64 = instruction.effects.iter().map(|effect| effect.bytes.max(0)).sum();
+    if (instruction.bytes as i64) < taken { instruction.bytes as f64 + taken as f64 } else { 0.0 }
+}
+
 /// FLOPs of the products with which a rank makes and decodes low-rank factors; 0 for other codecs.
 pub fn encoding_flops(program: &Program, instruction: &Instruction) -> f64 {
     let Some(Encoding { codec: Codec::PowerSgd(codec), feedback, .. }) = instruction.encoding else { return 0.0 };
@@ -61,7 +69,7 @@ pub fn encoding_flops(program: &Program, instruction: &Instruction) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainyard_program::{Mesh, ModelShape, Strategy, UnitShape, lower_rank};
+    use trainyard_program::{Mesh, ModelShape, Strategy, Tier, UnitShape, lower_rank};
 
     #[test]
     fn feedback_and_more_ranks_cost_more_and_no_codec_costs_nothing() {
@@ -84,5 +92,19 @@ mod tests {
         // 2^20 elements of 2 bytes: half of them are encoded, all are decoded.
         assert_eq!(encoding_bytes(&program, gather), 1.5 * f64::from(1 << 20) * (2.0 + 8.0 + 258.0 / 256.0));
         assert_eq!(gather.sent_bytes(Axis::Shard, gather.bytes), (1 << 20) / 256 * 258);
+        // Shards that lie in 8 bits: the codes are read, and the decoded elements written.
+        let (mut frozen, mut strategy) = (model.clone(), Strategy { gathers: None, ..strategy });
+        (frozen.units[1].frozen_elements, frozen.units[1].encodable) = (1 << 20, vec![1 << 20]);
+        let plain = lower_rank(&frozen, &Mesh::data(1, 2), &strategy, 0).unwrap();
+        strategy.offload.parameters = Some(Tier::Encoded(BlockCodec::Int8));
+        let encoded = lower_rank(&frozen, &Mesh::data(1, 2), &strategy, 0).unwrap();
+        let work = |program: &Program| -> Vec<f64> {
+            let of_gathers = program.instructions.iter().filter(|at| matches!(at.action, Action::Gather { .. }));
+            let mut work: Vec<f64> = of_gathers.map(|gather| encoding_bytes(program, gather)).collect();
+            work.dedup();
+            work
+        };
+        let codes = f64::from((1 << 20) / 256 * 258);
+        assert_eq!((work(&plain), work(&encoded)), (vec![0.0], vec![0.0, codes + 2.0 * f64::from(1 << 20)]));
     }
 }

@@ -41,7 +41,10 @@ impl Tape<'_> {
         let mut y = self.own_linear(x, w, inner)?;
         if has_magnitudes {
             let value = |id| self.parameter(id).map(|parameter| parameter.value);
-            let norms = row_norms(&value(w)?, &value(adapter.a)?, &value(adapter.b)?, &adapter)?;
+            let norms = match self.summed_row_squares(w) {
+                Some(squares) => norms_of_squares(squares, value(w)?.dtype())?,
+                None => row_norms(&value(w)?, &value(adapter.a)?, &value(adapter.b)?, &adapter)?,
+            };
             y = self.magnitude(&y, norms, adapter)?;
         }
         if let Some(bias) = after {
@@ -64,6 +67,15 @@ impl Tape<'_> {
         inputs.extend(residual.map(Operand::from));
         let function = LowRank { adapter, residual: residual.is_some() };
         self.record_one(function, &inputs, y, |tape| vec![tape.save(x), Saved::Tensor(narrow)])
+    }
+
+    /// The squares of the norms of the rows of `w + scale b a`, [n] in f32, through which no
+    /// gradient flows. Where ranks divide the columns of `w`, the sum over ranks is for
+    /// [`Tape::set_row_squares`].
+    pub fn row_squares(&mut self, w: ParamId, adapter: &Adapter) -> Result<Var> {
+        let value = |id| self.parameter(id).map(|parameter| parameter.value);
+        let squares = row_squares(&value(w)?, &value(adapter.a)?, &value(adapter.b)?, adapter)?;
+        Ok(self.constant(squares))
     }
 
     /// `z ⊙ m / norms`: z [rows, n], and m the magnitudes of `adapter` (Liu et al. 2024,
@@ -94,10 +106,32 @@ pub const NORM_MIN: f32 = 1e-7;
 /// # Errors
 /// Shapes and dtypes that do not fit each other.
 pub fn row_norms(w: &Tensor, down: &Tensor, up: &Tensor, adapter: &Adapter) -> Result<Tensor> {
+    let squares = squares(w, down, up, adapter)?;
+    Ok(plain::clamp(&plain::unary(Unary::Sqrt, &squares)?, NORM_MIN, f32::INFINITY)?)
+}
+
+/// The squares of these norms over the columns of `w`, [n] in f32, so that they can be summed over
+/// ranks that divide the columns.
+///
+/// # Errors
+/// As [`row_norms`].
+pub fn row_squares(w: &Tensor, down: &Tensor, up: &Tensor, adapter: &Adapter) -> Result<Tensor> {
+    Ok(ops::cast(&squares(w, down, up, adapter)?, DType::F32)?)
+}
+
+/// The norms in `dtype` of rows of which `squares` has the sums of squares; as [`row_norms`].
+///
+/// # Errors
+/// Squares that are not in f32.
+pub fn norms_of_squares(squares: &Tensor, dtype: DType) -> Result<Tensor> {
+    let norms = plain::clamp(&plain::unary(Unary::Sqrt, squares)?, NORM_MIN, f32::INFINITY)?;
+    Ok(ops::cast(&norms, dtype)?)
+}
+
+fn squares(w: &Tensor, down: &Tensor, up: &Tensor, adapter: &Adapter) -> Result<Tensor> {
     let down = plain::transpose(down, 0, 1)?;
     let (sum, _) = ops::linear(&scaled(up, adapter)?, &down, None, Activation::None, Some(w), false)?;
-    let squares = plain::sum(&plain::unary(Unary::Square, &sum)?, &Dims::from(1))?;
-    Ok(plain::clamp(&plain::unary(Unary::Sqrt, &squares)?, NORM_MIN, f32::INFINITY)?)
+    Ok(plain::sum(&plain::unary(Unary::Square, &sum)?, &Dims::from(1))?)
 }
 
 /// The factors of all outputs: `m / norms`, and 1 where no pair adds anything.

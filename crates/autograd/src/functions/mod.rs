@@ -22,7 +22,7 @@ mod plain;
 mod pointwise;
 mod relative;
 
-pub use adapter::{NORM_MIN, row_norms};
+pub use adapter::{NORM_MIN, norms_of_squares, row_norms, row_squares};
 pub use experts::{Direction, RowExchange, Traffic};
 pub use linear::LinearOptions;
 pub use norm::Gains;

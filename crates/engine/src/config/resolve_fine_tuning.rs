@@ -3,7 +3,7 @@
 use super::resolve::Resolver;
 use super::sections_fine_tuning::*;
 use super::value::Names;
-use super::{DeviceKind, OffloadTier, UpdateRule};
+use super::{CompressionCodec, DeviceKind, OffloadTier, UpdateRule};
 use crate::shape::{ADAPTER_RANK as RANK, adapter_alpha};
 
 impl Resolver {
@@ -63,8 +63,8 @@ impl Resolver {
             (matches!(config.compute.device, DeviceKind::Cuda(_)), "compute.device = \"cpu\""),
             (config.offload.parameters != OffloadTier::None, "memory.offload.parameters = \"none\""),
             (
-                config.parallel.zero_stage == Some(3),
-                "parallel.zero_stage = 2 or less, because the base is whole on every rank",
+                config.compression.parameters != CompressionCodec::None,
+                "compression.parameters = \"none\", because the base travels in its codes",
             ),
             (config.update.rule != UpdateRule::Synchronous, "update.rule = \"synchronous\""),
         ];

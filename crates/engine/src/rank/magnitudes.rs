@@ -2,13 +2,15 @@
 //! of their weights, in the compute dtype and by the arithmetic of forward, so that at first
 //! nothing is scaled.
 
-use super::Rank;
+use super::{Rank, exchanges};
 use crate::Result;
 use crate::state::lock;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use trainyard_autograd::functions::row_norms;
+use trainyard_autograd::functions::{norms_of_squares, row_norms, row_squares};
 use trainyard_autograd::{ParamId, Parameters};
+use trainyard_model::tuning;
+use trainyard_program::{Change, Collective};
 use trainyard_tensor::Tensor;
 
 impl Rank {
@@ -42,11 +44,20 @@ impl Rank {
                 continue;
             }
             self.bring_whole(unit, &links.shard)?;
+            let parameters = self.model.units()[unit].parameters();
             for (weight, adapter) in of_unit {
                 let value = |id| self.parameters.parameter(id).map(|parameter| parameter.value);
                 let Some(id) = adapter.magnitude else { continue };
-                let norms =
-                    row_norms(&value(*weight)?, &value(adapter.a)?, &value(adapter.b)?, adapter)?.to_f32_vec()?;
+                let (w, a, b) = (value(*weight)?, value(adapter.a)?, value(adapter.b)?);
+                let norms = match tuning::has_parts_of_rows(&parameters[weight.index as usize]) {
+                    true => {
+                        let sum = Some(Change::By(Collective::AllReduce));
+                        let squares = exchanges::change(&row_squares(&w, &a, &b, adapter)?, sum, &links.tensor)?;
+                        norms_of_squares(&squares, w.dtype())?
+                    }
+                    false => row_norms(&w, &a, &b, adapter)?,
+                };
+                let norms = norms.to_f32_vec()?;
                 let (mut first, mut of_rows) = (0, Vec::new());
                 for outputs in adapter.outputs.iter() {
                     if outputs.from.is_some() {

@@ -105,10 +105,7 @@ impl Rank {
                 self.parameters.complete_copy(number, &links.shard)?;
             }
             if self.parameters.is_offloaded() {
-                match what {
-                    Setting::All => self.parameters.write_all(number)?,
-                    Setting::Masters => self.parameters.write(number)?,
-                }
+                self.parameters.write(number)?;
                 self.parameters.give_back(number);
             }
         }

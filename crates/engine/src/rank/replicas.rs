@@ -7,7 +7,7 @@
 //!
 //! Only what several ranks hold can be compared: everything with replicated parameters, the copies
 //! that forward reads if optimizer states alone are sharded, nothing inside of a group that shards
-//! parameters. Values that lie in a tier are left out.
+//! parameters. Values that lie in a tier are left out, but for frozen matrices in 4 or 8 bits.
 
 use super::Rank;
 use crate::Result;
@@ -67,14 +67,14 @@ impl Rank {
     pub(crate) fn compare_replicas(&self, world: &Communicator) -> Result<Option<Difference>> {
         let mut own = Vec::new();
         for unit in 0..self.model.units().len() {
-            for held in [self.held_copy(unit)?, self.held_masters(unit)?] {
+            for held in [self.held_copy(unit)?, self.held_packed(unit)?, self.held_masters(unit)?] {
                 own.extend([held.what, held.bits]);
             }
         }
         let mut all = vec![0; own.len() * world.size()];
         world.all_gather(&own, &mut all)?;
         let names = self.model.units().iter().map(|unit| unit.name().to_owned());
-        let names: Vec<String> = names.flat_map(|name| [name.clone(), name]).collect();
+        let names: Vec<String> = names.flat_map(|name| [name.clone(), name.clone(), name]).collect();
         Ok(first_difference(&names, &all))
     }
 
@@ -86,6 +86,14 @@ impl Rank {
         let state = self.parameters.unit(unit);
         let (copy, ranges) = state.held_copy()?;
         self.held(unit, "copy", &ranges, &copy)
+    }
+
+    /// Frozen parameters as they lie encoded in memory.
+    fn held_packed(&self, unit: usize) -> Result<Held> {
+        match self.parameters.unit(unit).held_packed() {
+            Some((packed, words)) => self.held(unit, "packed", &[words], packed),
+            None => Ok(Held::default()),
+        }
     }
 
     /// The f32 masters, if they are separate from the copy and lie on the device.
@@ -110,10 +118,15 @@ impl Rank {
 
     /// Flips a bit of the first parameter that this rank holds here. For tests.
     pub(crate) fn flip_a_bit(&self) -> Result<()> {
-        let held =
-            (0..self.model.units().len()).find(|unit| self.parameters.holds(*unit) && self.parameters.is_here(*unit));
-        let Some(unit) = held else { return Ok(()) };
-        let (mut copy, _) = self.parameters.unit(unit).held_copy()?;
+        let here = |unit: &usize| self.parameters.holds(*unit) && self.parameters.is_here(*unit);
+        let copies =
+            (0..self.model.units().len()).filter(here).map(|unit| (unit, self.parameters.unit(unit).held_copy()));
+        let Some((unit, copy)) =
+            copies.into_iter().find(|(_, copy)| copy.as_ref().is_ok_and(|(copy, _)| copy.elements() > 0))
+        else {
+            return Ok(());
+        };
+        let (mut copy, _) = copy?;
         copy.with_bytes_mut(|bytes| bytes[0] ^= 1)?;
         if let Some((mut masters, _)) = self.parameters.unit(unit).held_apart() {
             masters.with_bytes_mut(|bytes| bytes[2] ^= 1)?;

@@ -31,14 +31,15 @@ pub struct ParameterState {
     holding: Holding,
     /// The tier of copies that are not in use; None if they stay on the device.
     lower: Option<Lower>,
-    /// The codec of copies that lie encoded in memory; None: copies lie as they are.
-    codec: Option<BlockCodec>,
     /// True if masters are separate from the copies.
     apart: bool,
     units: Vec<UnitParameters>,
     adapters: Adapters,
     /// Buffers of gathers that are encoded; None: shards travel as they are.
     encoded: Option<EncodedGathers>,
+    /// The packed words of a unit on their way to be decoded, where shards lie encoded. One lane at
+    /// a time gathers.
+    received: Option<Mutex<Tensor>>,
     /// Number of updates in the masters, which says whether copies are on their grid.
     updates: Arc<AtomicU64>,
 }
@@ -102,21 +103,27 @@ impl ParameterState {
         // A server updates its masters while the rank computes with its copy.
         let separate = constraints.separate_masters(compute) || holding.server.is_some();
         let with_state = tiers.has_masters(separate);
-        let (lower, codec, apart) = (tiers.parameters.clone(), tiers.encoded, separate || with_state);
-        let (units, adapters) = (Vec::new(), model.adapters().clone());
-        let (encoded, own) = (None, device.clone());
-        let updates = Arc::default();
-        let mut state =
-            ParameterState { device: own, compute, holding, lower, codec, apart, units, adapters, encoded, updates };
+        let mut state = ParameterState {
+            device: device.clone(),
+            compute,
+            holding,
+            lower: tiers.parameters.clone(),
+            apart: separate || with_state,
+            units: Vec::new(),
+            adapters: model.adapters().clone(),
+            encoded: None,
+            received: None,
+            updates: Arc::default(),
+        };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
         for unit in 0..model.units().len() {
-            let here = apart && !with_state && state.holding.holds(unit);
+            let here = state.apart && !with_state && state.holding.holds(unit);
             let grid = constraints.grid.filter(|_| state.holding.holds(unit));
             let on_grid = grid.map(|format| {
                 GridMatrices::of(model, unit, &state.holding, (format, constraints.grid_begin), &state.updates)
             });
-            let mut unit = UnitParameters::new(device, model, unit, &state.holding, apart, here)?;
+            let mut unit = UnitParameters::new(device, model, unit, &state.holding, state.apart, here)?;
             unit.on_grid = on_grid;
             unit.offset = offset;
             offset += aligned((unit.copy_elements() * compute.size()) as u64);
@@ -124,16 +131,31 @@ impl ParameterState {
             unit.on_host = host.as_ref().filter(|_| unit.copy_elements() > 0).map(on_host).transpose()?;
             state.units.push(unit);
         }
-        if let Some(codec) = state.codec {
-            for (number, unit) in state.units.iter_mut().enumerate().filter(|(unit, _)| state.holding.holds(*unit)) {
-                let encodable = encodable(model, number);
-                unit.at_rest = EncodedCopy::new(device, codec, &unit.layout, &encodable, compute)?;
-            }
+        if let Some(codec) = tiers.encoded {
+            state.encode(model, codec)?;
         }
         (0..state.units.len())
             .filter(|unit| state.holding.holds(*unit) && !state.visits(*unit))
             .try_for_each(|unit| state.put_zeros(unit))?;
         Ok(state)
+    }
+
+    /// Allocates memory for the frozen matrices as `codec` encodes them.
+    fn encode(&mut self, model: &Model, codec: BlockCodec) -> Result<()> {
+        let part = self.is_sharded().then_some((self.holding.shard, self.holding.shards));
+        for (number, unit) in self.units.iter_mut().enumerate().filter(|(unit, _)| self.holding.holds(*unit)) {
+            let encodable = encodable(model, number);
+            unit.at_rest = EncodedCopy::new(&self.device, codec, &unit.layout, &encodable, self.compute, part)?;
+            if part.is_some() && unit.at_rest.is_some() {
+                // What is frozen lies packed, and the copy has the trained shard alone.
+                unit.frozen_range.end = unit.frozen_range.start;
+            }
+        }
+        let words = self.units.iter().filter_map(|unit| unit.at_rest.as_ref()).map(EncodedCopy::words).max();
+        if let Some(words) = words.filter(|_| part.is_some()) {
+            self.received = Some(Mutex::new(self.device.empty([words], DType::BF16, Purpose::Comm)?));
+        }
+        Ok(())
     }
 
     /// Encodes what the whole shard group gathers by `codec`.
@@ -229,7 +251,7 @@ impl ParameterState {
 
     /// True if a unit's copy is on the device only while it is used.
     fn visits(&self, unit: usize) -> bool {
-        self.lower.is_some() || self.units[unit].at_rest.is_some()
+        self.lower.is_some() || self.units[unit].fetched_from().is_some()
     }
 
     /// Allocates zeroed memory for a unit's copy, unless it stays on the device.
@@ -283,7 +305,7 @@ impl ParameterState {
 
     /// True if copies lie in a tier while they are not in use.
     pub fn is_offloaded(&self) -> bool {
-        self.lower.is_some() || self.codec.is_some()
+        self.lower.is_some() || self.units.iter().any(|unit| unit.fetched_from().is_some())
     }
 
     /// True if that tier is on disk.
@@ -299,7 +321,7 @@ impl ParameterState {
     /// Reads a unit's copy from its tier into memory allocated before.
     pub fn fetch(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
-        if let Some(at_rest) = &unit.at_rest {
+        if let Some(at_rest) = unit.fetched_from() {
             return at_rest.fetch(&unit.copy()?);
         }
         match (&self.lower, &unit.on_host) {
@@ -311,20 +333,12 @@ impl ParameterState {
         }
     }
 
-    /// Writes a unit's copy to its tier after an update. Of a copy that lies encoded in memory,
-    /// only what is trained is written, and has to be here.
+    /// Writes a unit's copy to its tier. Of a copy that lies encoded in memory, only what is
+    /// trained is written, and has to be here.
     pub fn write(&self, unit: usize) -> Result<()> {
-        match &self.units[unit].at_rest {
-            Some(at_rest) => at_rest.write_trained(&self.units[unit].copy()?),
-            None => self.write_all(unit),
-        }
-    }
-
-    /// Writes a unit's copy, all of which was set, to its tier.
-    pub fn write_all(&self, unit: usize) -> Result<()> {
         let unit = &self.units[unit];
-        if let Some(at_rest) = &unit.at_rest {
-            return at_rest.write_all(&unit.copy()?);
+        if let Some(at_rest) = unit.fetched_from() {
+            return at_rest.write(&unit.copy()?);
         }
         match (&self.lower, &unit.on_host) {
             (Some(Lower::Disk(store)), _) if !self.device.is_meta() => {
@@ -340,8 +354,8 @@ impl ParameterState {
     pub fn in_tier(&self, unit: usize, range: &Range<usize>) -> Result<Option<Stored>> {
         let unit = &self.units[unit];
         let within = range.start - unit.copy_range.start;
-        if let Some(at_rest) = &unit.at_rest {
-            return Ok(Some(Stored::Here(at_rest.plain(&(within..within + range.len()))?)));
+        if let Some(at_rest) = unit.fetched_from() {
+            return Ok(Some(Stored::Here(at_rest.trained(&(within..within + range.len()))?)));
         }
         Ok(match (&self.lower, &unit.on_host) {
             (Some(Lower::Disk(store)), _) => {
@@ -370,10 +384,33 @@ impl ParameterState {
             let mut present = lock(&state.present);
             (present.stayed.clone(), present.incoming.take())
         };
-        let part = &stayed.map_or_else(|| state.copy(), Ok)?;
-        let elements = state.layout.elements();
-        assert_eq!(part.elements() * over, elements, "a gather over {over} ranks takes parts of that size");
         let whole = incoming.map_or_else(|| self.memory_for_whole(unit), Ok)?;
+        match (&state.at_rest, &self.received) {
+            // Smaller groups gather what was decoded before.
+            (Some(at_rest), Some(received)) if over == self.holding.shards => {
+                if trained > 0 {
+                    link.all_gather(&state.copy()?, &mut whole.view(0, [trained])?)?;
+                }
+                at_rest.gather(&lock(received), &whole, link)?;
+            }
+            _ => self.gather_regions(state, &stayed.map_or_else(|| state.copy(), Ok)?, &whole, over, link)?,
+        }
+        let views = state.views(&whole)?;
+        lock(&state.present).whole = Some((whole, views));
+        Ok(())
+    }
+
+    /// Gathers both regions of a unit into `whole` from the `over` equal parts of them that the
+    /// ranks of `link` have, of which this rank's is `part`.
+    fn gather_regions(
+        &self,
+        state: &UnitParameters,
+        part: &Tensor,
+        whole: &Tensor,
+        over: usize,
+        link: &Link,
+    ) -> Result<()> {
+        assert_eq!(part.elements() * over, whole.elements(), "a gather over {over} ranks takes parts of that size");
         for region in state.layout.regions() {
             let of_part = part.view(region.start / over, [region.len() / over])?;
             let mut of_whole = whole.view(region.start, [region.len()])?;
@@ -383,8 +420,6 @@ impl ParameterState {
                 _ => link.all_gather(&of_part, &mut of_whole)?,
             }
         }
-        let views = state.views(&whole)?;
-        lock(&state.present).whole = Some((whole, views));
         Ok(())
     }
 
@@ -488,14 +523,23 @@ impl UnitParameters {
         Ok(())
     }
 
+    /// The copy at rest from which the copy is fetched as from a tier. A shard is decoded by
+    /// gathers instead.
+    fn fetched_from(&self) -> Option<&EncodedCopy> {
+        self.at_rest.as_ref().filter(|at_rest| at_rest.is_fetched())
+    }
+
     /// The number of elements of the copy.
     fn copy_elements(&self) -> usize {
         self.copy_range.len() + self.frozen_range.len()
     }
 
-    /// Sets the frozen parameters in the copy. `set` is called with each one's index, a range of
-    /// its elements, and an f32 tensor to write their values to.
+    /// Sets the frozen parameters in the copy, or where they lie encoded. `set` is called with each
+    /// one's index, a range of its elements, and an f32 tensor to write their values to.
     pub fn set_frozen(&self, set: &mut impl FnMut(usize, Range<usize>, &mut Tensor) -> Result<()>) -> Result<()> {
+        if let Some(at_rest) = &self.at_rest {
+            return at_rest.set(&self.layout, FROZEN_AT_ONCE, set);
+        }
         for (index, parameter) in self.layout.frozen() {
             let held = overlap(&parameter, &self.frozen_range);
             // A part at a time, so that the f32 values take little memory.
@@ -649,6 +693,11 @@ impl UnitParameters {
     /// The copy in memory, and the ranges of the flat buffer that it holds.
     pub(crate) fn held_copy(&self) -> Result<(Tensor, [Range<usize>; 2])> {
         Ok((self.copy()?, [self.copy_range.clone(), self.frozen_range.clone()]))
+    }
+
+    /// The packed words of frozen parameters that lie encoded, and their place in the unit's.
+    pub(crate) fn held_packed(&self) -> Option<(&Tensor, Range<usize>)> {
+        self.at_rest.as_ref().map(EncodedCopy::packed)
     }
 
     /// The masters in memory that are separate from the copy, and their range.

@@ -83,7 +83,8 @@ fn fault_of_context(program: &Program, split: &SplitShape, last: bool) -> Option
             output.name
         ));
     }
-    let takes_nothing = |segment: &&SegmentShape| segment.takes.is_empty();
+    // What has neither operands nor a backward is made of weights.
+    let takes_nothing = |segment: &&SegmentShape| segment.takes.is_empty() && segment.differentiable;
     let from_tokens = split.segments.iter().filter(takes_nothing).flat_map(|segment| &segment.gives);
     let wrong = from_tokens.map(|value| &split.values[*value as usize]).find(|value| value.context != Layout::Split)?;
     Some(format!("{} is made of the rank's tokens, and {} over context", wrong.name, wrong.context.name()))

@@ -144,8 +144,6 @@ pub fn strategies(units: usize, mesh: Mesh, accumulation: u32) -> impl Strategy<
     (prop::collection::vec(keep, units), 0u8..4, reshard, 0u32..4, offload, switches).prop_map(
         move |(keep, zero_stage, reshard_after_forward, prefetch, offload, switches)| {
             let (optimizer, parameters, activations, update_chunk) = offload;
-            // What lies encoded is whole on every rank.
-            let parameters = parameters.filter(|tier| zero_stage < 3 || !matches!(tier, Tier::Encoded(_)));
             let (snapshot, per_micro_batch, elastic, mixed, sums) = switches;
             let gradients = optimizer.filter(|_| sums && mesh.pp == 1);
             let even = accumulation.is_power_of_two() && mesh.data_parallel().is_power_of_two();
