@@ -647,7 +647,6 @@ impl Rank {
         outcome.penalty = rank.penalty(step)?;
         outcome.staleness = rank.worker.as_ref().and_then(Worker::take_staleness);
         outcome.dropped_pushes = rank.worker.as_ref().and_then(Worker::take_dropped);
-        outcome.late = step.is_left_out();
         outcome.began = (!rank.device.is_meta()).then_some(began);
         outcome.take_times(program, spans);
         Ok(outcome)

@@ -212,6 +212,10 @@ impl<'p> RunningStep<'p> {
         participation: Option<Participation>,
     ) -> RunningStep<'p> {
         let micro_batches = program.micro_batches as usize;
+        // Ranks that take part count their own tokens.
+        let tokens = participation.map_or(0, |own| own.tokens);
+        let late = is_late || participation.is_some_and(|own| !own.takes_part);
+        let outcome = StepOutcome { tokens, late, ..StepOutcome::default() };
         let carried = Carried {
             passes: Passes::default(),
             losses: vec![None; micro_batches],
@@ -241,11 +245,7 @@ impl<'p> RunningStep<'p> {
                 .filter(|instruction| matches!(instruction.action, Action::Send { .. }))
                 .filter_map(|instruction| message_of(instruction.action))
                 .collect(),
-            // Those that take part count their own.
-            outcome: Mutex::new(StepOutcome {
-                tokens: participation.map_or(0, |own| own.tokens),
-                ..StepOutcome::default()
-            }),
+            outcome: Mutex::new(outcome),
             penalties: Mutex::default(),
         }
     }
