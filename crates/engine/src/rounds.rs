@@ -68,8 +68,10 @@ impl Round {
         replicas: usize,
     ) -> (Option<Round>, bool) {
         let fits = |round: &Round| {
-            let is_whole = round.inner_steps.longest() == apart.every && !apart.streams();
-            round.inner_steps.replicas() == replicas && is_whole && round.begin <= step
+            let (numbers, end) = (&round.inner_steps, round.begin.saturating_add(apart.every));
+            let is_here = if is_in_round { (round.begin..end).contains(&step) } else { round.begin == step };
+            let is_whole = numbers.longest() == apart.every && !numbers.0.contains(&0);
+            numbers.replicas() == replicas && is_whole && is_here && !apart.streams()
         };
         let anew = || Round::first(step, asked, apart.every, replicas);
         match stored {
@@ -157,7 +159,8 @@ mod tests {
         let stored =
             || Some(Round { timed: TimedSteps { steps: 2, seconds: 3.0 }, ..Round::new(8, RoundSteps(vec![4, 2])) });
         let resumed = |is_in_round, asked: &InnerSteps, apart: &Apart, replicas| {
-            Round::resumed(stored(), 10, is_in_round, (apart, asked), replicas)
+            let step = if is_in_round { 10 } else { 8 };
+            Round::resumed(stored(), step, is_in_round, (apart, asked), replicas)
         };
         for asked in [InnerSteps::BySpeed, InnerSteps::Equal, InnerSteps::Given(vec![1, 4])] {
             assert_eq!(resumed(true, &asked, &apart, 2), (stored(), false));
@@ -172,6 +175,12 @@ mod tests {
         let longer = Apart { every: 6, ..apart };
         assert_eq!(numbers(resumed(true, &InnerSteps::BySpeed, &longer, 2).0), Some(vec![6; 2]));
         assert_eq!(resumed(true, &InnerSteps::Equal, &longer, 2), (None, true));
+        // A damaged state.
+        for (begin, steps) in [(11, vec![4, 2]), (6, vec![4, 2]), (8, vec![4, 0]), (8, vec![])] {
+            let stored = Some(Round::new(begin, RoundSteps(steps)));
+            let (round, _) = Round::resumed(stored, 10, true, (&apart, &InnerSteps::BySpeed), 2);
+            assert_eq!(round, Some(Round::new(10, RoundSteps(vec![4; 2]))));
+        }
     }
 
     #[test]

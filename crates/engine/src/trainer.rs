@@ -9,7 +9,7 @@ mod spikes;
 
 use crate::checkpoint::{BackgroundWriter, Event};
 use crate::clock::Clock;
-use crate::config::{OnSpike, Resolved};
+use crate::config::{InnerSteps, OnSpike, Resolved};
 use crate::early_stopping::StoppedEarly;
 use crate::evaluate::slices;
 use crate::health::Suspicion;
@@ -288,6 +288,7 @@ impl<'s> Run<'s> {
             began: Instant::now(),
             before: session.state.seconds,
             last_step_end: Instant::now(),
+            speed_since: (config.update.inner_steps != InnerSteps::BySpeed).then_some((0, 0.0)),
         };
         // A resumed run with another time limit knows its speed already.
         clock.calibrate(&mut session.state);

@@ -108,6 +108,8 @@ impl Run<'_> {
         let is_whole = step - ended.begin == ended.inner_steps.longest();
         let is_same = next.as_ref().is_some_and(|next| next.inner_steps == ended.inner_steps);
         self.session.state.round = next;
+        let elapsed = self.clock.elapsed();
+        self.clock.speed_since.get_or_insert((step, elapsed));
         if !(is_whole && is_same) {
             self.loader = loader(self.session)?;
         }
