@@ -45,6 +45,6 @@ pub use error::{DataError, Result, place_of};
 pub use evaluation::{EvalBatches, EvalOptions, eval_batches, text_bytes};
 pub use images::{Augmentation, ImageEvaluation, ImageIndex, ImageSet, ImageSpec, IndexOptions, Mixed, Pixels};
 pub use indexed::{IndexedTokens, IndexedWriter, TokenType, parse_idx};
-pub use loader::{Loader, LoaderConfig, Samples};
+pub use loader::{Loader, LoaderConfig, RoundSteps, Rounds, Samples};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, Sidecar, prepare};
 pub use tokenizer::{StreamDecoder, Tokenizer, TrainProgress};

@@ -8,6 +8,11 @@
 //! worker is plenty and sleeps nearly always. It hides a disk that is slow now and then. Images are
 //! decoded by the workers, which takes milliseconds each: they need as many workers as cores are
 //! free.
+//!
+//! Where replicas make different numbers of steps in a round, the samples of a step are divided
+//! among those that take part in it ([`Rounds`]).
+
+mod rounds;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
@@ -17,6 +22,8 @@ use std::time::{Duration, Instant};
 use crate::dataset::{Dataset, MicroBatch, Position, SpanCorruption};
 use crate::error::{DataError, Result};
 use crate::images::ImageSet;
+
+pub use rounds::{RoundSteps, Rounds};
 
 /// The samples that a loader gives out.
 #[derive(Debug, Clone)]
@@ -140,6 +147,7 @@ impl LoaderConfig {
 pub struct Loader {
     samples: Samples,
     config: LoaderConfig,
+    rounds: Rounds,
     start: Position,
     /// Number of micro-batches delivered.
     delivered: u64,
@@ -151,13 +159,26 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Starts at `position`, in constant time.
+    /// Starts at `position`, in constant time. All ranks take part in every step.
     pub fn new(samples: impl Into<Samples>, config: LoaderConfig, position: Position) -> Result<Self> {
+        Self::in_rounds(samples, config, Rounds::of_one(), position)
+    }
+
+    /// As [`Loader::new`], for replicas that make different numbers of steps in a round. Replicas
+    /// are neighbouring ranks, equally many each.
+    pub fn in_rounds(
+        samples: impl Into<Samples>,
+        config: LoaderConfig,
+        rounds: Rounds,
+        position: Position,
+    ) -> Result<Self> {
         let samples = samples.into();
         check(&samples, &config)?;
+        rounds.check(&config)?;
         let mut loader = Self {
             samples,
             config,
+            rounds,
             start: position,
             delivered: 0,
             waited: Duration::ZERO,
@@ -167,8 +188,9 @@ impl Loader {
         };
         for worker in 0..config.workers {
             let (queue, receiver) = sync_channel(config.prefetch.div_ceil(config.workers).max(1));
-            let samples = loader.samples.clone();
-            let work = move || fill(&samples, &config, position, worker as u64, &queue);
+            let (samples, rounds) = (loader.samples.clone(), loader.rounds.clone());
+            let first = move |k| position.samples + rounds.samples_before(&config, k);
+            let work = move || fill(&samples, &config, first, worker as u64, &queue);
             let spawned = thread::Builder::new().name(format!("data-{}-{worker}", config.rank)).spawn(work);
             loader.workers.push(spawned.map_err(|e| {
                 DataError::setting("workers", format!("thread {worker} could not start ({e})"), "use fewer workers")
@@ -187,7 +209,10 @@ impl Loader {
         }
         let begin = Instant::now();
         let batch = match self.config.workers as u64 {
-            0 => make(&self.samples, &self.config, self.start, self.delivered),
+            0 => {
+                let first = self.start.samples + self.rounds.samples_before(&self.config, self.delivered);
+                self.samples.micro_batch(first, self.config.micro_batch_size)
+            }
             workers => take(&self.queues[(self.delivered % workers) as usize]),
         };
         self.waited += begin.elapsed();
@@ -198,12 +223,17 @@ impl Loader {
         batch
     }
 
-    /// The position at which a loader must start to continue after this one. It is exact once every
-    /// rank has taken equally many batches, as at the end of a step.
+    /// The position at which a loader must start to continue after this one: the beginning of the
+    /// next step in which this rank takes part. It is exact once every rank has taken its batches
+    /// of all steps before.
     pub fn position(&self) -> Position {
-        Position {
-            samples: self.start.samples + self.delivered * (self.config.micro_batch_size * self.config.world) as u64,
-        }
+        let taken = self.rounds.samples_before_step(&self.config, self.delivered);
+        Position { samples: self.start.samples + taken }
+    }
+
+    /// The rounds that it began with.
+    pub fn rounds(&self) -> &Rounds {
+        &self.rounds
     }
 
     /// Total time that `next` has taken so far.
@@ -263,24 +293,18 @@ fn check(samples: &Samples, config: &LoaderConfig) -> Result<()> {
     Ok(())
 }
 
-/// Micro-batch number `k` of this rank.
-fn make(samples: &Samples, config: &LoaderConfig, start: Position, k: u64) -> Result<MicroBatch> {
-    let (step, place) = (k / config.accumulation_steps as u64, k % config.accumulation_steps as u64);
-    let group = (step * config.world as u64 + config.rank as u64) * config.accumulation_steps as u64 + place;
-    samples.micro_batch(start.samples + group * config.micro_batch_size as u64, config.micro_batch_size)
-}
-
-/// The loop of a worker, until an error, or until the loader is dropped.
+/// The loop of a worker, until an error, or until the loader is dropped. `first` is the first
+/// sample of a micro-batch.
 fn fill(
     samples: &Samples,
     config: &LoaderConfig,
-    start: Position,
+    first: impl Fn(u64) -> u64,
     worker: u64,
     queue: &SyncSender<Result<MicroBatch>>,
 ) {
     let mut k = worker;
     loop {
-        let batch = make(samples, config, start, k);
+        let batch = samples.micro_batch(first(k), config.micro_batch_size);
         let is_last = batch.is_err();
         if queue.send(batch).is_err() || is_last {
             return;

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use trainyard_data::indexed::TokenType;
 use trainyard_data::{
     Dataset, DatasetSpec, FillInTheMiddle, IGNORE, IndexedWriter, LengthCurriculum, Loader, LoaderConfig, MicroBatch,
-    Position, Sampling, Source, Transforms,
+    Position, RoundSteps, Rounds, Sampling, Source, Transforms,
 };
 use xxhash_rust::xxh3::Xxh3;
 
@@ -103,6 +103,76 @@ fn ranks_and_workers_see_the_same_samples() {
         }
         let far = hashes(&dataset, 1, 1, 10_000_000, 2);
         assert!(hashes(&dataset, 8, 4, 10_000_000, 2) == far && far[0] != expected[0], "{sampling:?}");
+    }
+}
+
+/// The rows of a micro-batch, whose length in tokens is [`LENGTH`].
+fn rows_of(batch: &MicroBatch) -> Vec<[Vec<i32>; 2]> {
+    let pairs = batch.tokens.chunks(LENGTH).zip(batch.targets.chunks(LENGTH));
+    pairs.map(|(tokens, targets)| [tokens.to_vec(), targets.to_vec()]).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// Whatever the numbers of the replicas, the steps of rounds take the samples one after the
+    /// other, each once, in the order of ranks. Loaders that begin at any step go on with the same.
+    #[test]
+    fn rounds_of_different_numbers_deal_each_sample_once_and_in_order(
+        numbers in prop::collection::vec(1u64..6, 1..5),
+        shards in 1usize..3,
+        micro in 1usize..3,
+        accumulation_steps in 1usize..3,
+        workers in 0usize..3,
+        sampling in prop::sample::select(SAMPLINGS.to_vec()),
+        stop in 0u64..12,
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let prefix = tokens(folder.path(), "a", (0..60).map(|i| 5 + i * 7 % 90));
+        let dataset = Arc::new(Dataset::open(spec(&[prefix], sampling, transforms())).unwrap());
+        let steps = RoundSteps(numbers);
+        let world = shards * steps.replicas();
+        let config = LoaderConfig { workers, world, accumulation_steps, ..LoaderConfig::new(micro) };
+        let begin = |done: u64, position: Position| -> Vec<Loader> {
+            let loader = |rank| {
+                let rounds = Rounds { steps: steps.clone(), done };
+                Loader::in_rounds(Arc::clone(&dataset), LoaderConfig { rank, ..config }, rounds, position).unwrap()
+            };
+            (0..world).map(loader).collect()
+        };
+        let start = Position { samples: 5 };
+        let (mut loaders, mut rows, mut position) = (begin(0, start), Vec::new(), start);
+        for step in 0..3 * steps.longest() {
+            let in_round = step % steps.longest();
+            if step == stop {
+                loaders = begin(in_round, position);
+            }
+            for rank in (0..world).filter(|rank| steps.takes_part(rank / shards, in_round)) {
+                prop_assert_eq!(loaders[rank].position(), position);
+                for _ in 0..accumulation_steps {
+                    rows.extend(rows_of(&loaders[rank].next().unwrap()));
+                }
+            }
+            position.samples += (micro * accumulation_steps * shards * steps.taking_part(in_round)) as u64;
+        }
+        prop_assert_eq!(position.samples - start.samples, rows.len() as u64);
+        prop_assert_eq!(rows.len() as u64, 3 * steps.parts() * (micro * accumulation_steps * shards) as u64);
+        let one = LoaderConfig { workers: 0, ..LoaderConfig::new(rows.len()) };
+        let all = Loader::new(Arc::clone(&dataset), one, start).unwrap().next().unwrap();
+        prop_assert_eq!(rows, rows_of(&all));
+    }
+}
+
+#[test]
+fn rounds_that_do_not_fit_the_ranks_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = tokens(folder.path(), "a", 5..20);
+    let dataset = Arc::new(Dataset::open(spec(&[prefix], Sampling::Packed, Transforms::default())).unwrap());
+    for (numbers, world) in [(vec![], 1), (vec![2, 1], 3), (vec![2, 0], 2)] {
+        let config = LoaderConfig { world, ..LoaderConfig::new(1) };
+        let rounds = Rounds { steps: RoundSteps(numbers), done: 0 };
+        let error = Loader::in_rounds(Arc::clone(&dataset), config, rounds, Position::default()).unwrap_err();
+        assert!(error.to_string().contains("at least 1"), "{error}");
     }
 }
 

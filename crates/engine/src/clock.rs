@@ -21,6 +21,9 @@ pub(crate) struct Clock {
     /// Seconds of training in earlier sittings.
     pub(crate) before: f64,
     pub(crate) last_step_end: Instant,
+    /// The steps and seconds of the run since which its speed counts; None until then. A round in
+    /// which slower replicas have not yet got fewer steps says nothing about the others.
+    pub(crate) speed_since: Option<(u64, f64)>,
 }
 
 impl Clock {
@@ -29,16 +32,17 @@ impl Clock {
         self.before + self.began.elapsed().as_secs_f64()
     }
 
-    /// Computes the length of the schedule from the speed of the first steps, for a run with only a
-    /// time limit.
+    /// Computes the length of the schedule from the speed of the first steps that count, for a run
+    /// with only a time limit.
     pub(crate) fn calibrate(&mut self, state: &mut RunState) {
         let step = state.step;
         let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };
-        if step < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
+        let Some((first_step, first_s)) = self.speed_since else { return };
+        if step - first_step < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
             return;
         }
-        let per_step = self.elapsed() / step as f64;
-        let steps = ((seconds / per_step) as u64).max(step + 1);
+        let per_step = (self.elapsed() - first_s) / (step - first_step) as f64;
+        let steps = (first_step + ((seconds - first_s) / per_step) as u64).max(step + 1);
         (state.schedule_steps, state.schedule_seconds) = (Some(steps), Some(seconds));
         self.schedule.steps = Some(steps);
         self.steps = Some(steps);

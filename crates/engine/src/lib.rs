@@ -64,6 +64,7 @@ pub mod rank;
 pub mod recording;
 pub mod resume;
 mod room;
+pub mod rounds;
 mod same_on_all_ranks;
 pub mod schedule;
 pub mod server;

@@ -43,6 +43,8 @@ pub(crate) struct OuterStep {
     pub(crate) sums: OuterSums,
     /// True if masters may differ from the parameters of the last outer step.
     pub(crate) is_in_round: bool,
+    /// The weight of this replica's change. The mean over replicas is 1.
+    pub(crate) weight: f64,
     /// Memory for the change of one unit, to compare it with the mean.
     own: Tensor,
     /// Memory for a change that travels beside a step.
@@ -93,7 +95,7 @@ impl OuterStep {
         let own = device.empty([largest], DType::F32, Purpose::Comm)?;
         let beside = || device.empty([largest], DType::F32, Purpose::Comm);
         let beside = settings.mixing.map(|_| beside()).transpose()?;
-        Ok(OuterStep { settings, units, sums, is_in_round: false, own, beside, squares: [0.0; 2] })
+        Ok(OuterStep { settings, units, sums, is_in_round: false, weight: 1.0, own, beside, squares: [0.0; 2] })
     }
 
     /// Takes the masters as the parameters of an outer step.
@@ -159,8 +161,8 @@ impl OuterStep {
         held.write_copy(unit.range.clone(), &masters)
     }
 
-    /// Takes `change`, which holds masters, and makes it their change; averages it over replicas,
-    /// and applies the outer rule to the parameters of the last outer step.
+    /// Takes `change`, which holds masters, and makes it their change; averages it over replicas by
+    /// their weights, and applies the outer rule to the parameters of the last outer step.
     fn average(&mut self, number: usize, change: &mut Tensor, links: &ReduceLinks, at: Moment) -> Result<()> {
         let unit = self.units[number].as_mut().expect("asked for units that the rank holds");
         let replicas = &links.replicate;
@@ -168,6 +170,9 @@ impl OuterStep {
         subtract(change, &unit.parameters, 1.0)?;
         let mut own = self.own.view(0, [change.elements()])?;
         own.copy_from(change)?;
+        if self.weight != 1.0 {
+            subtract(change, &own, (1.0 - self.weight) as f32)?;
+        }
         match &mut self.sums {
             OuterSums { low_rank: Some(sums), .. } if replicas.size() > 1 => {
                 sums.sum_in_parts(number, change, &links.shard, replicas)?;

@@ -18,6 +18,7 @@ use crate::pretrained;
 use crate::rank::{self, Rank, RankSettings};
 use crate::resume::{self, GoingOn};
 use crate::room;
+use crate::rounds::Round;
 use crate::same_on_all_ranks;
 use crate::shape::{self, compute_dtype, model_spec};
 use crate::snapshot::{self, RunState};
@@ -91,6 +92,8 @@ pub struct Session {
     pub time: std::result::Result<TimePrediction, String>,
     /// Progress of the run.
     pub state: RunState,
+    /// Seconds of an inner step of each replica, in place of measured ones. For tests.
+    pub inner_step_s: Option<Vec<f64>>,
     /// The step after which a sitting ends with a checkpoint and an evaluation, before the run's
     /// own limit. The schedule stays that of the whole run.
     pub until: Option<u64>,
@@ -321,6 +324,9 @@ impl Session {
             amax_history: None,
             early_stopping: EarlyStopping::default(),
             history: Default::default(),
+            round: resolved
+                .apart
+                .and_then(|apart| Round::first(0, &resolved.config.update.inner_steps, apart.every, rank.replica().1)),
             dataset: dataset.fingerprint(),
             tokenizer: tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.fingerprint().to_owned()),
         };
@@ -341,6 +347,7 @@ impl Session {
             flops_per_token,
             time: Err("no profile of this machine: run `trainyard calibrate`".to_owned()),
             state,
+            inner_step_s: None,
             until: None,
         })
     }
@@ -408,8 +415,23 @@ impl Session {
         // kept as long as that limit is unchanged.
         let found = state.schedule_steps.filter(|_| state.schedule_seconds == self.resolved.limits.seconds);
         let schedule_steps = self.resolved.schedule.steps.or(found);
+        let round = match &self.resolved.apart {
+            Some(apart) => {
+                let asked = (apart, &self.resolved.config.update.inner_steps);
+                let (is_in_round, (_, replicas)) = (self.rank.is_in_round(), self.rank.replica());
+                let (round, is_anew) = Round::resumed(state.round, state.step, is_in_round, asked, replicas);
+                if is_anew {
+                    note(&warning(
+                        "the numbers of inner steps of the round under way were those of other replicas or another update.every: they begin anew",
+                    ));
+                }
+                round
+            }
+            None => None,
+        };
         // Resuming resets the count of skipped steps, because a user has intervened.
-        self.state = RunState { dataset: self.state.dataset.clone(), schedule_steps, skipped_in_a_row: 0, ..state };
+        let dataset = self.state.dataset.clone();
+        self.state = RunState { dataset, schedule_steps, skipped_in_a_row: 0, round, ..state };
         if self.rank.measures_fp8() {
             note("fp8: the checkpoint knows no largest values: the next step is computed in bf16 to find them");
         }

@@ -37,6 +37,7 @@ use crate::health::History;
 use crate::optimizer::{Behind, StatePart};
 use crate::precision::LossScaler;
 use crate::rank::{LowRankStart, Rank, Setting};
+use crate::rounds::{Round, TimedSteps};
 use crate::state::{does_not_fit, overlap};
 use crate::tier::Stored;
 use crate::{EngineError, Result};
@@ -89,6 +90,9 @@ pub struct RunState {
     /// Losses and norms of the last steps.
     #[serde(default)]
     pub history: History,
+    /// The round of replicas that make different numbers of steps; None if all make every step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub round: Option<Round>,
     /// Hash of the data's specification.
     pub dataset: String,
     /// Hash of the tokenizer.
@@ -103,6 +107,9 @@ struct ReplicaState {
     skipped_in_a_row: u64,
     skipped: u64,
     history: History,
+    /// The inner steps that it has timed in the round.
+    #[serde(default)]
+    timed: TimedSteps,
 }
 
 /// The name of a [`ReplicaState`], as JSON, in front of that of the replica.
@@ -290,8 +297,9 @@ fn replica_state(rank: &Rank, state: &RunState) -> Option<Region<'static>> {
     if replica == 0 || !rank.parameters.holding().is_first_of_replica() {
         return None;
     }
-    let RunState { updates, skipped_in_a_row, skipped, ref history, .. } = *state;
-    let own = ReplicaState { updates, skipped_in_a_row, skipped, history: history.clone() };
+    let RunState { updates, skipped_in_a_row, skipped, ref history, ref round, .. } = *state;
+    let timed = round.as_ref().map(|round| round.timed).unwrap_or_default();
+    let own = ReplicaState { updates, skipped_in_a_row, skipped, history: history.clone(), timed };
     let text = serde_json::to_vec(&own).expect("plain data is JSON");
     Some(Region {
         name: of_replica(REPLICA_STATE, replica),
@@ -506,8 +514,9 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     residuals::restore(rank, checkpoint)?;
     low_rank::restore(rank, checkpoint)?;
     if own > 0 {
-        let ReplicaState { updates, skipped_in_a_row, skipped, history } = read_replica_state(checkpoint, own)?;
-        state = RunState { updates, skipped_in_a_row, skipped, history, ..state };
+        let ReplicaState { updates, skipped_in_a_row, skipped, history, timed } = read_replica_state(checkpoint, own)?;
+        let round = state.round.map(|round| Round { timed, ..round });
+        state = RunState { updates, skipped_in_a_row, skipped, history, round, ..state };
     }
     state.scaler = state.scaler.continued(rank.scaler());
     let RunState { updates, averaged, scaler, .. } = state;

@@ -1,13 +1,15 @@
 //! The training loop: [`train`] runs steps until a limit is reached. It records metrics, evaluates,
 //! writes checkpoints and stops a run that diverges.
 
+mod advance;
 mod checks;
 mod evaluation;
+mod rounds;
 mod spikes;
 
 use crate::checkpoint::{BackgroundWriter, Event};
 use crate::clock::Clock;
-use crate::config::{OnSpike, Resolved};
+use crate::config::{InnerSteps, OnSpike, Resolved};
 use crate::early_stopping::StoppedEarly;
 use crate::evaluate::slices;
 use crate::health::Suspicion;
@@ -22,16 +24,17 @@ use crate::resume::rate_change;
 use crate::schedule::Schedule;
 use crate::session::Session;
 use crate::shape::compute_dtype;
-use crate::snapshot::{self, RunState};
+use crate::snapshot;
 use crate::trace::TraceWriter;
 use crate::warning::warning;
 use crate::watch::Watch;
 use crate::{EngineError, Result, world};
+use rounds::{RoundEnd, Taken};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use trainyard_comm::Communicator;
-use trainyard_data::{Loader, LoaderConfig, Samples};
+use trainyard_data::{Loader, LoaderConfig, Rounds, Samples};
 use trainyard_program::StepKind;
 use trainyard_tensor::{Purpose, TensorError};
 
@@ -215,7 +218,13 @@ struct Run<'s> {
     sitting: Sitting,
     kinds: Kinds,
     above_peak: AbovePeak,
-    last_loss: f64,
+    /// The last loss of this rank, and the norm.
+    last: [f64; 2],
+    /// Number of samples of the step that has just run.
+    taken: u64,
+    /// The inner steps that each replica has made in the round that has just ended; None if all
+    /// make every step.
+    made: Option<Vec<u64>>,
     /// The suspicious number of the step that has just run.
     suspicion: Option<Suspicion>,
     /// True once a spike is to end the run.
@@ -279,6 +288,7 @@ impl<'s> Run<'s> {
             began: Instant::now(),
             before: session.state.seconds,
             last_step_end: Instant::now(),
+            speed_since: (config.update.inner_steps != InnerSteps::BySpeed).then_some((0, 0.0)),
         };
         // A resumed run with another time limit knows its speed already.
         clock.calibrate(&mut session.state);
@@ -311,7 +321,9 @@ impl<'s> Run<'s> {
             sitting: Sitting::default(),
             kinds: Kinds::default(),
             above_peak: AbovePeak::default(),
-            last_loss: f64::NAN,
+            last: [f64::NAN; 2],
+            taken: 0,
+            made: None,
             suspicion: None,
             is_stopped_by_spike: false,
             goes_back: false,
@@ -446,7 +458,8 @@ impl<'s> Run<'s> {
         let apart = program.kind.is_apart();
         let (loader, writer, progress) = (&mut self.loader, &mut self.writer, &mut *self.progress);
         let copies = session.copies_state;
-        let samples = loader.position().samples + session.resolved.batch.global as u64;
+        let taken = Taken::of_next(session);
+        let samples = session.state.samples + taken.samples;
         let deviations = session.resolved.config.health.spike_deviations;
         let on_spike = session.resolved.config.health.on_spike;
         let (skips, rolls_back) = (on_spike != OnSpike::Warn, on_spike == OnSpike::RollBack);
@@ -456,12 +469,26 @@ impl<'s> Run<'s> {
         state.seconds = self.clock.elapsed();
         let rate_next = Some(self.clock.schedule.learning_rate(state.step + 1));
         state.learning_rate_next = rate_next;
+        session.rank.set_participation(taken.participation);
+        let ending = state.round.clone().filter(|_| program.kind == StepKind::Outer);
+        let ending = ending.map(|round| RoundEnd {
+            world: &session.world,
+            program,
+            round,
+            asked: &session.resolved.config.update.inner_steps,
+            every: session.resolved.round_steps(),
+            end: state.step + 1,
+        });
+        let mut following = None;
         let outcome = session.rank.execute(
             program,
             settings,
             |device, model| Ok(model.batch(device, &slices(&loader.next()?))?),
             |rank, outcome| {
                 state.advance(outcome, rank, samples, deviations);
+                if let Some(ending) = &ending {
+                    state.round = following.insert(ending.next()?).clone();
+                }
                 // Replicas that train apart skip steps by themselves, and write together.
                 if state.skipped_in_a_row > 0 && !apart || rolls_back && outcome.spike {
                     // These weights may be the cause of skipped steps, so no good checkpoint is
@@ -480,6 +507,14 @@ impl<'s> Run<'s> {
         )?;
         self.suspicion = session.state.advance(&outcome, &session.rank, samples, deviations);
         session.state.learning_rate_next = rate_next;
+        self.taken = taken.samples;
+        self.made = ending.as_ref().map(RoundEnd::made);
+        // The ranks have agreed on the next round in the snapshot, if there is one.
+        let next_round = match &ending {
+            Some(ending) if following.is_none() => Some(ending.next()?),
+            _ => following,
+        };
+        let ended = next_round.zip(ending.map(|ending| ending.round));
         if snapshot {
             self.owed = session.state.skipped_in_a_row > 0 && !apart || rolls_back && outcome.spike;
             if !self.owed {
@@ -487,6 +522,11 @@ impl<'s> Run<'s> {
             }
         }
         session.rank.suffer_flip(session.world.rank(), session.state.step)?;
+        match ended {
+            Some((next, ended)) => self.begin_round(&ended, next)?,
+            None if taken.takes_part() => self.time_inner_step(outcome.computed.as_secs_f64()),
+            None => {}
+        }
         Ok(outcome)
     }
 
@@ -512,13 +552,18 @@ impl<'s> Run<'s> {
             let note = skip_note(step, outcome, scaler.scale());
             // A dynamic loss scale overflows now and then by design.
             self.progress.note(&if scaler.is_dynamic() { note } else { warning(note) });
-        } else if !outcome.skipped {
-            self.last_loss = outcome.loss;
+        } else if !outcome.skipped && !self.waits_for_round(outcome) {
+            self.last = [outcome.loss, outcome.gradient_norm];
         }
+        // A replica that has made its steps of the round has those of its last one.
+        let [loss, grad_norm] =
+            if self.waits_for_round(outcome) { self.last } else { [outcome.loss, outcome.gradient_norm] };
+        let session = &mut *self.session;
         let dtype = compute_dtype(&session.resolved);
         // A step that this rank left out must not look like one that was faster than the machine.
         let flops = if outcome.late { 0.0 } else { session.flops_per_token * outcome.tokens as f64 };
-        let work = Work { tokens: outcome.tokens, flops, seconds: step_s };
+        let tokens = if self.waits_for_round(outcome) { 0 } else { outcome.tokens };
+        let work = Work { tokens, flops, seconds: step_s };
         let Throughput { tps, tflops, mfu } = self.throughput(work);
         let session = &mut *self.session;
         let usage = session.rank.device().pool().usage();
@@ -529,9 +574,9 @@ impl<'s> Run<'s> {
             .collect();
         let metrics = StepMetrics {
             step,
-            loss: outcome.loss,
+            loss,
             lr: session.resolved.optimizer.learning_rate * self.clock.schedule.factor(step - 1),
-            grad_norm: outcome.gradient_norm,
+            grad_norm,
             tokens: session.state.tokens,
             epoch: session.dataset.passes(session.position()),
             tps,
@@ -549,6 +594,7 @@ impl<'s> Run<'s> {
             predicted_mem_peak_bytes: Some(session.prediction.memory.peak_total() as u64),
             loss_scale: (dtype == trainyard_tensor::DType::F16).then(|| session.rank.scaler().scale()),
             drift: outcome.drift,
+            inner_steps: self.made.clone(),
             staleness: outcome.staleness.clone(),
             dropped_pushes: outcome.dropped_pushes,
             late: outcome.late,
@@ -686,7 +732,7 @@ impl<'s> Run<'s> {
             tokens: self.session.state.tokens,
             epochs: self.session.epochs(),
             stopped_early: StoppedEarly::of(self.session),
-            loss: self.last_loss,
+            loss: self.last[0],
             evaluation: self.evaluation,
             skipped: self.session.state.skipped,
             seconds: self.clock.began.elapsed().as_secs_f64(),
@@ -706,40 +752,6 @@ impl<'s> Run<'s> {
     }
 }
 
-impl RunState {
-    /// Updates the state after a finished step. Returns what is suspicious about it.
-    fn advance(
-        &mut self,
-        outcome: &StepOutcome,
-        rank: &crate::rank::Rank,
-        samples: u64,
-        deviations: f64,
-    ) -> Option<Suspicion> {
-        self.step += 1;
-        self.updates = rank.updates();
-        self.averaged = rank.averaged();
-        self.scaler = rank.scaler();
-        self.samples = samples;
-        self.tokens += outcome.tokens;
-        match outcome.server {
-            // Skips are known once all updates are.
-            Some(server) if server.is_drained => {
-                self.skipped = self.step.saturating_sub(self.updates);
-                self.skipped_in_a_row = server.skipped_in_a_row;
-                return self.history.add(outcome.loss, outcome.gradient_norm, deviations);
-            }
-            Some(_) => return None,
-            None => {}
-        }
-        self.skipped += u64::from(outcome.skipped);
-        // A dynamic loss scale overflows now and then by design, which is no sign of divergence.
-        let counts = outcome.skipped && !outcome.spike && !self.scaler.is_dynamic();
-        self.skipped_in_a_row = if counts { self.skipped_in_a_row + 1 } else { 0 };
-        let is_expected = outcome.skipped && !outcome.spike && self.scaler.is_dynamic();
-        if is_expected { None } else { self.history.add(outcome.loss, outcome.gradient_norm, deviations) }
-    }
-}
-
 /// A loader of the samples that follow those consumed.
 fn loader(session: &Session) -> Result<Loader> {
     let Resolved { config, batch, .. } = &session.resolved;
@@ -751,7 +763,13 @@ fn loader(session: &Session) -> Result<Loader> {
         rank: session.rank.data_place().0,
         world: batch.data_parallel_degree,
     };
-    Ok(Loader::new(session.dataset.clone(), settings, session.position())?)
+    Ok(match &session.state.round {
+        Some(round) => {
+            let rounds = Rounds { steps: round.inner_steps.clone(), done: session.state.step - round.begin };
+            Loader::in_rounds(session.dataset.clone(), settings, rounds, session.position())?
+        }
+        None => Loader::new(session.dataset.clone(), settings, session.position())?,
+    })
 }
 
 /// A sentence about a record that could not be written.

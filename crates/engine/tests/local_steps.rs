@@ -197,6 +197,97 @@ fn fragments_beside_steps_do_what_the_algorithm_says() {
     assert!(error < 2e-6 && moved > 1e3 * error, "{error:e}, moved by {moved:e}");
 }
 
+/// A slower replica makes the first of its steps alone, and its change weighs as much as its steps:
+/// the average is `sum(h_r d_r) / sum(h_r)` (McMahan et al. 2017, Algorithm 1). The last round is
+/// cut short.
+#[test]
+fn changes_are_averaged_by_the_steps_that_replicas_made() {
+    const STEPS: u64 = 11;
+    const EVERY: u64 = 4;
+    const INNER: [u64; 2] = [4, 1];
+    let layout = ["parallel.ranks=2", "parallel.data_parallel_replicate_degree=2"];
+    let rule = ["update.rule='diloco'", "update.every=4", "update.inner_steps=[4, 1]"];
+    let start = values(&train(&[SGD, &["optimizer.learning_rate=1e-20"]].concat(), 1)[0]);
+    let (mut outer, mut replicas) = (start.clone(), [start.clone(), start.clone()]);
+    let mut momentum: BTreeMap<ParamId, Vec<f64>> =
+        start.iter().map(|(id, values)| (*id, vec![0.0; values.len()])).collect();
+    for step in 0..STEPS {
+        let in_round = step % EVERY;
+        for (index, replica) in replicas.iter_mut().enumerate().filter(|(index, _)| in_round < INNER[*index]) {
+            *replica = local_step(replica, step, index);
+        }
+        if in_round + 1 < EVERY && step + 1 < STEPS {
+            continue;
+        }
+        let made = INNER.map(|steps| steps.min(in_round + 1) as f64);
+        for (id, values) in &mut outer {
+            let momentum = momentum.get_mut(id).unwrap();
+            for (place, value) in values.iter_mut().enumerate() {
+                let change = |index: usize| made[index] * (f64::from(replicas[index][id][place]) - f64::from(*value));
+                let gradient = -(change(0) + change(1)) / (made[0] + made[1]);
+                momentum[place] = 0.9 * momentum[place] + gradient;
+                *value = (f64::from(*value) - 0.7 * (gradient + 0.9 * momentum[place])) as f32;
+            }
+        }
+        replicas = [outer.clone(), outer.clone()];
+    }
+    let ends = train(&[SGD, &layout, &rule].concat(), STEPS);
+    let reached = values(&ends[0]);
+    let furthest = |a: &Values, b: &Values| {
+        let pairs = a.iter().flat_map(|(id, values)| values.iter().zip(&b[id]));
+        pairs.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max)
+    };
+    let (error, moved) = (furthest(&reached, &outer), furthest(&reached, &start));
+    assert!(error < 2e-6 && moved > 1e3 * error, "{error:e}, moved by {moved:e}");
+    // The plain mean is another result.
+    let plain = values(&train(&[SGD, &layout, &rule[..2]].concat(), STEPS)[0]);
+    assert!(furthest(&reached, &plain) > 1e3 * error);
+    let tokens: Vec<u64> = ends[0].outcomes.iter().map(|outcome| outcome.tokens).collect();
+    let late: Vec<bool> = ends[1].outcomes.iter().map(|outcome| outcome.late).collect();
+    let alone = tokens[1];
+    assert_eq!(tokens, [0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1].map(|alone_in| alone * (2 - alone_in)));
+    assert_eq!(late, [0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1].map(|late| late == 1));
+    assert_eq!(tokens, ends[1].outcomes.iter().map(|outcome| outcome.tokens).collect::<Vec<_>>());
+}
+
+/// Numbers that are equal give the bits of rounds in which all make every step.
+#[test]
+fn equal_numbers_change_no_bit() {
+    for codec in [&[][..], &["compression.outer='int8'"]] {
+        let rule = ["update.rule='diloco'", "update.every=3", "parallel.ranks=2"];
+        let plain = weights(&train(&[&rule[..], codec].concat(), 7));
+        for numbers in ["update.inner_steps=[3, 3]", "update.inner_steps=by_speed"] {
+            assert!(weights(&train(&[&rule[..], codec, &[numbers]].concat(), 7)) == plain, "{codec:?} {numbers}");
+        }
+    }
+}
+
+/// Replicas that wait for the others take part in the outer step in every layout, and in no
+/// exchange before it; the memory stays as predicted.
+#[test]
+fn replicas_with_fewer_steps_end_alike_in_every_layout_with_the_predicted_memory() {
+    let rule = ["update.rule='diloco'", "update.every=3", "parallel.data_parallel_replicate_degree=2"];
+    for numbers in ["update.inner_steps=[3, 1]", "update.inner_steps=[2, 3]"] {
+        for codec in [&[][..], &["compression.outer='int4'"], &["compression.outer='power_sgd'"]] {
+            let mut reference = None;
+            for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
+                let sets = [&rule[..], codec, &[numbers, "parallel.ranks=4", stage]].concat();
+                let ends = train(&sets, 7);
+                let result = weights(&ends);
+                assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+                ends.iter().for_each(|end| check_memory(end, &sets));
+            }
+        }
+        for layout in [
+            &["parallel.pipeline_parallel_degree=2", "training.accumulation_steps=2"][..],
+            &["parallel.tensor_parallel_degree=2"],
+        ] {
+            let sets = [&rule[..], &[numbers, "parallel.ranks=4"], layout].concat();
+            train(&sets, 7).iter().for_each(|end| check_memory(end, &sets));
+        }
+    }
+}
+
 /// As [`replicas_end_alike_and_layouts_inside_them_change_no_bit`], for fragments, beside steps and
 /// after them.
 #[test]
@@ -219,7 +310,7 @@ fn fragments_end_alike_in_every_layout_with_the_predicted_memory() {
 #[test]
 fn settings_that_do_not_go_with_training_apart_are_refused() {
     let two = "parallel.ranks=2";
-    let cases: [(&[&str], &str); 11] = [
+    let cases: [(&[&str], &str); 21] = [
         (&[two, "update.overlap=true"], "update.rule is \"synchronous\""),
         (&[two, "update.rule='diloco'", "update.mixing=0.5"], "update.overlap is false"),
         (&[two, "update.rule='diloco'", "update.every=4", "update.fragments=5"], "at most 4"),
@@ -231,6 +322,34 @@ fn settings_that_do_not_go_with_training_apart_are_refused() {
         (&[two, "update.rule='diloco'", "memory.offload.optimizer='disk'"], "leave out memory.offload"),
         (&[two, "update.rule='diloco'", "training.elastic_bits=true"], "elastic_bits"),
         (&[two, "update.rule='diloco'", "compression.gradients='int8'"], "has no effect"),
+        (&[two, "update.inner_steps=by_speed"], "update.rule is \"synchronous\""),
+        (&[two, "update.rule='server'", "update.inner_steps=[2, 1]"], "update.rule is \"server\""),
+        (
+            &[two, "update.rule='diloco'", "update.every=1", "update.inner_steps=by_speed"],
+            "every replica makes its 1 step",
+        ),
+        (
+            &[two, "update.rule='diloco'", "update.every=4", "update.inner_steps=[4]"],
+            "has 1 numbers, and there are 2 replicas",
+        ),
+        (&[two, "update.rule='diloco'", "update.every=4", "update.inner_steps=[4, 0]"], "at least 1"),
+        (
+            &[two, "update.rule='diloco'", "update.every=4", "update.inner_steps=[3, 2]"],
+            "the largest is update.every = 4",
+        ),
+        (
+            &[two, "update.rule='diloco'", "update.every=4", "update.inner_steps=[5, 4]"],
+            "the largest is update.every = 4",
+        ),
+        (
+            &[two, "update.rule='diloco'", "update.inner_steps=by_speed", "update.overlap=true"],
+            "leave out update.fragments and update.overlap",
+        ),
+        (&[two, "update.rule='local'", "update.inner_steps=by_speed", "training.tokens=1e6"], "use training.steps"),
+        (
+            &[two, "update.rule='local'", "update.inner_steps=fast"],
+            "\"equal\", \"by_speed\" or a list of whole numbers",
+        ),
     ];
     for (sets, expected) in cases {
         let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();

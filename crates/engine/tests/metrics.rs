@@ -27,6 +27,7 @@ fn step(step: u64) -> StepMetrics {
         predicted_mem_peak_bytes: Some(1 << 20),
         loss_scale: None,
         drift: None,
+        inner_steps: None,
         staleness: None,
         dropped_pushes: None,
         late: false,

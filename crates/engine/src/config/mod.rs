@@ -17,6 +17,7 @@
 mod batch;
 mod device;
 mod error;
+mod inner_steps;
 mod json;
 mod load;
 mod mistaken;
@@ -59,6 +60,7 @@ mod value;
 pub use batch::{Batch, BatchError};
 pub use device::DeviceKind;
 pub use error::{ConfigError, Origin, Problem};
+pub use inner_steps::InnerSteps;
 pub use mistaken::hub_model;
 pub use nearest::nearest;
 pub use presets::PRESETS;

@@ -599,7 +599,9 @@ impl Resolver {
             self.fill("training.steps", derived, because.clone());
         }
         let steps = steps.into_iter().chain(derived.map(|(steps, _)| steps)).min();
-        if let (None, Some(steps), Some(sequences)) = (epochs, steps, inputs.sequences_per_epoch) {
+        // Where replicas leave out steps, the samples of a run are not known before it.
+        let is_even = self.config.update.inner_steps == super::InnerSteps::Equal;
+        if let (None, Some(steps), Some(sequences), true) = (epochs, steps, inputs.sequences_per_epoch, is_even) {
             let passes = steps as f64 * global as f64 / sequences.max(1) as f64;
             let because = format!("{steps} steps x global_batch_size {global} / {sequences} sequences of the data");
             // Four digits after the point are enough for a reader.

@@ -1,5 +1,6 @@
 //! Resolves `[update]` and `[compression]`: how often ranks exchange what, and in what form.
 
+use super::inner_steps::InnerSteps;
 use super::resolve::Resolver;
 use super::sections::*;
 use super::sections_parallel::*;
@@ -74,13 +75,24 @@ impl Resolver {
 
     /// Resolves `[update]` but the keys of a parameter server; None if replicas do not train apart.
     fn update(&mut self, parallel: &Parallel) -> Option<Apart> {
-        let UpdateSection { rule, every, outer_learning_rate, outer_momentum, fragments, overlap, mixing, .. } =
-            self.config.update.clone();
+        let UpdateSection {
+            rule,
+            every,
+            inner_steps,
+            outer_learning_rate,
+            outer_momentum,
+            fragments,
+            overlap,
+            mixing,
+            ..
+        } = self.config.update.clone();
         if matches!(rule, UpdateRule::Synchronous | UpdateRule::Server) {
             let because = format!("update.rule is \"{rule}\"");
             if rule == UpdateRule::Synchronous {
                 self.unused("update.every", &every, &because);
             }
+            let is_given = inner_steps != InnerSteps::Equal;
+            self.unused("update.inner_steps", &is_given.then_some(()), &because);
             self.unused("update.outer_learning_rate", &outer_learning_rate, &because);
             self.unused("update.outer_momentum", &outer_momentum, &because);
             self.unused("update.fragments", &fragments, &because);
@@ -131,6 +143,7 @@ impl Resolver {
         }
         self.count("update.fragments", fragments.map(|count| count as u64), 1, every);
         let fragments = fragments.map_or(1, |count| (count as u64).clamp(1, every));
+        self.inner_steps(&inner_steps, every, parallel.replicate, fragments > 1 || overlap);
         let mixing = if overlap {
             let because = "half (Douillard et al. 2025)";
             let mixing = self.settle("update.mixing", &mixing, 0.5, because);
@@ -156,6 +169,55 @@ impl Resolver {
         let momentum = self.settle("update.outer_momentum", &outer_momentum, 0.9, because);
         self.within("update.outer_momentum", momentum, 0.0, 1.0 - f64::EPSILON / 2.0);
         Some(Apart { every, outer: OuterSettings { learning_rate, momentum, mixing }, fragments })
+    }
+
+    /// Checks the numbers of inner steps of `replicas` replicas.
+    fn inner_steps(&mut self, asked: &InnerSteps, every: u64, replicas: usize, streams: bool) {
+        const KEY: &str = "update.inner_steps";
+        match asked {
+            InnerSteps::Equal => return,
+            InnerSteps::BySpeed if every == 1 => {
+                let message = "update.inner_steps = \"by_speed\" has no effect: with update.every = 1 every replica makes its 1 step; raise \
+                               update.every, or remove it";
+                self.problem(KEY, message);
+            }
+            InnerSteps::BySpeed => {}
+            InnerSteps::Given(numbers) if numbers.len() != replicas => {
+                let message = format!(
+                    "update.inner_steps = {asked} has {} numbers, and there are {replicas} replicas: give one for each, or \"by_speed\"",
+                    numbers.len()
+                );
+                self.problem(KEY, message);
+            }
+            InnerSteps::Given(numbers) if numbers.contains(&0) || numbers.iter().max() != Some(&every) => {
+                let message = format!(
+                    "update.inner_steps = {asked}: each number is at least 1, and the largest is update.every = {every}, the steps of a round"
+                );
+                self.problem(KEY, message);
+            }
+            InnerSteps::Given(_) => {}
+        }
+        if streams {
+            let message = format!(
+                "update.inner_steps = {asked} lets replicas meet at the end of a round alone, and fragments have outer steps inside it: leave out \
+                 update.fragments and update.overlap, or set it to \"equal\""
+            );
+            self.problem(KEY, message);
+        }
+        const LIMITS: &str = "use training.steps or training.seconds";
+        let TrainingSection { tokens, epochs, .. } = &self.config.training;
+        let counted = [
+            ("training.tokens", tokens.is_some(), LIMITS),
+            ("training.epochs", epochs.is_some(), LIMITS),
+            ("data.curriculum_steps", self.config.data.curriculum_steps.is_some(), "remove it"),
+        ];
+        for (key, _, instead) in counted.into_iter().filter(|(_, is_set, _)| *is_set) {
+            let message = format!(
+                "{key} needs steps of equally many samples, and with update.inner_steps = {asked} some replicas leave out steps: {instead}, or set \
+                 update.inner_steps to \"equal\""
+            );
+            self.problem(key, message);
+        }
     }
 
     /// Resolves `[compression]`.

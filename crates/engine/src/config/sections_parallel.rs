@@ -1,6 +1,7 @@
 //! `[parallel]`, `[update]` and `[compression]`: the ranks of a run, how they divide model, batch
 //! and state, and what they exchange when.
 
+use super::inner_steps::InnerSteps;
 use super::section::section;
 use super::sections::{Collectives, ReduceDtype, ReduceSchedule};
 use super::value::{Cuts, Reshard, choices};
@@ -170,6 +171,11 @@ section! {
         /// workers wait for all updates and hear of a request to stop. Unset, with these rules: 50.
         #[elsewhere("sync_steps", "sync_every", "local_steps")]
         every: Option<usize> = None;
+        /// Steps that each replica makes in a round of `every`: all (`equal`); fewer the slower the
+        /// replica was in the round before (`by_speed`); or a number for each replica, the largest of
+        /// which is `every`. Changes are averaged in proportion to these numbers (McMahan et al.
+        /// 2017). Every sample is taken once.
+        inner_steps: InnerSteps = InnerSteps::Equal;
         /// Learning rate of the outer step of `diloco`. Unset: 0.7.
         #[elsewhere("outer_lr")]
         outer_learning_rate: Option<f64> = None;

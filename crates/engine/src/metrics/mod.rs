@@ -89,6 +89,10 @@ pub struct StepMetrics {
     /// mean square distance of their changes from the mean change, as a share of its length.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
+    /// In a step that ends a round in which replicas may make different numbers of steps: the
+    /// number that each has made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inner_steps: Option<Vec<u64>>,
     /// With a parameter server: the pulls of all workers from rank 0 since the step before, by the
     /// number of updates that the pulled parameters lacked. Entry 0 counts pulls that lacked none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -96,7 +100,8 @@ pub struct StepMetrics {
     /// With back-up workers: the pushes that updates were made without since the step before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropped_pushes: Option<u64>,
-    /// True if rank 0 computed nothing in the step, because its update had been made without it.
+    /// True if rank 0 computed nothing in the step: its update had been made without it, or its
+    /// replica has made its steps of the round.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub late: bool,
     /// The share of weights that are zero, of those that rank 0 prunes.
@@ -542,6 +547,7 @@ pub(crate) mod tests {
             drift: None,
             staleness: None,
             dropped_pushes: None,
+            inner_steps: None,
             late: false,
             sparsity: None,
             penalty: None,

@@ -255,6 +255,7 @@ pub fn step_line(m: &StepMetrics, steps: Option<u64>, left: Option<Duration>) ->
     parts.push(format_bytes(m.mem_peak_bytes));
     parts.extend((m.epoch > 1.0).then(|| format!("epoch {:.2}", m.epoch)));
     parts.extend(m.drift.map(|drift| format!("drift {drift:.3}")));
+    parts.extend(m.inner_steps.as_ref().map(|steps| format!("inner steps {steps:?}")));
     let staleness = m.staleness.as_deref().filter(|pulls| pulls.len() > 1).and_then(mean_staleness);
     parts.extend(staleness.map(|mean| format!("stale {mean:.1}")));
     parts.extend(m.penalty.map(|penalty| format!("penalty {penalty:.4}")));

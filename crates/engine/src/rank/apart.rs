@@ -16,6 +16,20 @@ use trainyard_model::{Model, UnitLayout};
 use trainyard_program::{Codec, Encoding};
 use trainyard_tensor::{Device, Tensor};
 
+/// The part of a replica that trains apart in a step in which some replicas may leave out theirs.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Participation {
+    /// True if the replica takes part. Otherwise it waits for the outer step, if there is one.
+    pub takes_part: bool,
+    /// Number of replicas that take part.
+    pub replicas: usize,
+    /// Number of tokens that they have together.
+    pub tokens: u64,
+    /// The weight of the replica's change in an outer step after this one. The mean over replicas
+    /// is 1.
+    pub weight: f64,
+}
+
 /// A residual and its name behind that of a parameter.
 pub(crate) struct NamedResidual {
     pub name: String,
@@ -45,6 +59,15 @@ impl Rank {
     pub(crate) fn set_in_round(&mut self, is_in_round: bool) {
         if let Some(outer) = &self.outer {
             lock(outer).is_in_round = is_in_round;
+        }
+    }
+
+    /// Sets the part of this replica in the steps that follow; None if all replicas take part in
+    /// every step.
+    pub fn set_participation(&mut self, participation: Option<Participation>) {
+        self.participation = participation;
+        if let Some(outer) = &self.outer {
+            lock(outer).weight = participation.map_or(1.0, |own| own.weight);
         }
     }
 

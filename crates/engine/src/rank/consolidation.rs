@@ -7,9 +7,12 @@ use crate::{EngineError, Result};
 
 impl Rank {
     /// The penalty of the weights before the step's update, over all ranks; None if nothing is
-    /// consolidated or the update was skipped. All ranks call this together.
+    /// consolidated, or the update was skipped or left out. All ranks call this together.
     pub(super) fn penalty(&self, step: &RunningStep<'_>) -> Result<Option<f64>> {
-        let Some(weight) = self.optimizer.consolidates().filter(|_| !step.outcome().skipped) else { return Ok(None) };
+        let Some(weight) = self.optimizer.consolidates().filter(|_| !step.outcome().skipped && !step.waits_for_round())
+        else {
+            return Ok(None);
+        };
         let mut sums = vec![Vec::new(); self.model.units().len()];
         for ((unit, _), own) in std::mem::take(&mut *lock(&step.penalties)) {
             sums[unit].extend(own);

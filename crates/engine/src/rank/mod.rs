@@ -30,6 +30,7 @@ mod replicas;
 mod step;
 mod worker;
 
+pub use apart::Participation;
 pub(crate) use apart::{LowRankStart, NamedResidual};
 pub use graphs::{kept, stretch};
 pub(crate) use offload::Setting;
@@ -107,6 +108,8 @@ pub struct Rank {
     graphs: Option<Graphs>,
     /// The state of outer steps; None if replicas do not train apart.
     outer: Option<Mutex<OuterStep>>,
+    /// The part of this replica in the step; None if all replicas take part alike.
+    participation: Option<Participation>,
     /// The worker of a parameter server, and the server that it hosts.
     worker: Option<Worker>,
     /// The scales of 8-bit products; None if no products are 8-bit.
@@ -321,6 +324,7 @@ impl Rank {
             seed,
             graphs: None,
             outer: None,
+            participation: None,
             worker: None,
             fp8: None,
             int8: None,
@@ -492,15 +496,16 @@ impl Rank {
             worker.begin(rank.updates());
         }
         let is_late = rank.worker.as_ref().is_some_and(Worker::is_late);
-        let step = &RunningStep::new(program, settings, is_late);
-        if !is_late {
+        let step = &RunningStep::new(program, settings, is_late, rank.participation);
+        if !step.is_left_out() {
             let first = lock(step.ledger()).start();
             rank.take_for(&first, step)?;
         }
         let events = &Events::new(&rank.device, program)?;
         let perform = |number: usize, instruction: &Instruction, body: &mut dyn FnMut(&Position) -> Result<()>| {
-            if !step.runs(instruction.action) {
-                return Ok(());
+            if !step.runs(number, instruction.action) {
+                // Others may wait for its marks.
+                return events.around(number, instruction, || Ok(()));
             }
             tag_calls(number as u32);
             let what = program.name_of(instruction);
@@ -587,7 +592,7 @@ impl Rank {
         }
         let one = |number: usize, instruction: &Instruction| {
             perform(number, instruction, &mut |at| {
-                if step.is_late() {
+                if step.is_left_out() {
                     return rank.compute(number, instruction, step);
                 }
                 rank.gradients.give_back(step.reductions_done(&instruction.after));
@@ -607,7 +612,7 @@ impl Rank {
         let graphs = rank.graphs.as_ref().filter(|_| rank.device.as_cuda().is_some());
         let stretch = graphs.and_then(|graphs| Some((graphs, stretch(program, &rank.model).ok()?)));
         let compute = |number: usize, instruction: &Instruction| match &stretch {
-            Some((graphs, stretch)) if stretch.contains(&number) => {
+            Some((graphs, stretch)) if stretch.contains(&number) && !step.is_left_out() => {
                 // The first instruction of the stretch runs all of it.
                 if number > stretch.start {
                     return Ok(());
@@ -642,7 +647,6 @@ impl Rank {
         outcome.penalty = rank.penalty(step)?;
         outcome.staleness = rank.worker.as_ref().and_then(Worker::take_staleness);
         outcome.dropped_pushes = rank.worker.as_ref().and_then(Worker::take_dropped);
-        outcome.late = is_late;
         outcome.began = (!rank.device.is_meta()).then_some(began);
         outcome.take_times(program, spans);
         Ok(outcome)

@@ -6,7 +6,7 @@ use super::ledger::Ledger;
 use super::messages::{Message, Messages, message_of};
 use super::offloaded_activations::OffloadedActivations;
 use super::passes::{At, Pass, Passes};
-use super::{Rank, cannot};
+use super::{Participation, Rank, cannot};
 use crate::Result;
 use crate::constraints::Sparsity;
 use crate::fp8::over_ranks;
@@ -55,8 +55,12 @@ pub struct StepOutcome {
     /// With a server on this rank and back-up workers: the pushes that updates were made without
     /// since the step before.
     pub dropped_pushes: Option<u64>,
-    /// True if this rank left the step out, because its update had been made without it.
+    /// True if this rank left the step out: its update had been made without it, or its replica
+    /// has made its steps of the round.
     pub late: bool,
+    /// Time from the beginning of the step to the end of this rank's last update. Before it, a
+    /// replica that trains apart waits for no other.
+    pub computed: Duration,
     /// The zeros that this rank's updates keep; no weights if nothing is pruned, or the update was
     /// skipped.
     pub sparsity: Sparsity,
@@ -119,6 +123,9 @@ impl StepOutcome {
     /// Sums the lanes' spans into the times of the outcome.
     pub(super) fn take_times(&mut self, program: &Program, spans: Vec<Span>) {
         for (span, instruction) in spans.iter().zip(&program.instructions) {
+            if matches!(instruction.action, Action::Update { .. }) {
+                self.computed = self.computed.max(span.end);
+            }
             let lane = instruction.action.lane();
             if lane != Lane::Compute {
                 if instruction.bytes > 0 {
@@ -162,6 +169,8 @@ pub(super) struct RunningStep<'p> {
     settings: StepSettings,
     /// True if the step's update has been made without this rank, which therefore computes nothing.
     is_late: bool,
+    /// The part of this replica in it; None if all replicas take part alike.
+    participation: Option<Participation>,
     /// True if each micro-batch has its own gradients, which are folded or reduced one by one.
     apart: bool,
     batches: Mutex<Vec<Option<Batch>>>,
@@ -196,8 +205,17 @@ pub(super) struct Carried {
 }
 
 impl<'p> RunningStep<'p> {
-    pub fn new(program: &'p Program, settings: StepSettings, is_late: bool) -> RunningStep<'p> {
+    pub fn new(
+        program: &'p Program,
+        settings: StepSettings,
+        is_late: bool,
+        participation: Option<Participation>,
+    ) -> RunningStep<'p> {
         let micro_batches = program.micro_batches as usize;
+        // Ranks that take part count their own tokens.
+        let tokens = participation.map_or(0, |own| own.tokens);
+        let late = is_late || participation.is_some_and(|own| !own.takes_part);
+        let outcome = StepOutcome { tokens, late, ..StepOutcome::default() };
         let carried = Carried {
             passes: Passes::default(),
             losses: vec![None; micro_batches],
@@ -208,6 +226,7 @@ impl<'p> RunningStep<'p> {
             program,
             settings,
             is_late,
+            participation,
             apart: program.instructions.iter().any(|instruction| {
                 matches!(instruction.action, Action::Fold { .. } | Action::Reduce { accumulate: true, .. })
             }),
@@ -226,7 +245,7 @@ impl<'p> RunningStep<'p> {
                 .filter(|instruction| matches!(instruction.action, Action::Send { .. }))
                 .filter_map(|instruction| message_of(instruction.action))
                 .collect(),
-            outcome: Mutex::default(),
+            outcome: Mutex::new(outcome),
             penalties: Mutex::default(),
         }
     }
@@ -248,10 +267,31 @@ impl<'p> RunningStep<'p> {
         self.is_late
     }
 
+    /// True if this rank's replica has made its steps of the round, and waits for the outer step.
+    pub fn waits_for_round(&self) -> bool {
+        self.participation.is_some_and(|own| !own.takes_part)
+    }
+
+    /// True if this rank computes nothing in the step.
+    pub fn is_left_out(&self) -> bool {
+        self.is_late || self.waits_for_round()
+    }
+
     /// True if the rank runs an instruction. A late worker takes its samples and, in the end, new
-    /// parameters, and computes nothing.
-    pub fn runs(&self, action: Action) -> bool {
-        use Action::{Commit, Count, Load, Pull, Snapshot};
+    /// parameters, and computes nothing. A replica that has made its steps takes part in the outer
+    /// step alone, and in the gathers after it, which bring its result to the copies that forward
+    /// reads.
+    pub fn runs(&self, number: usize, action: Action) -> bool {
+        use Action::{Commit, Count, Gather, Load, Outer, Pull, Snapshot};
+        if self.waits_for_round() {
+            let earlier = &self.program.instructions[..number];
+            let follows_outer = || earlier.iter().any(|earlier| matches!(earlier.action, Outer { .. }));
+            return match action {
+                Outer { .. } | Snapshot => true,
+                Gather { .. } => follows_outer(),
+                _ => false,
+            };
+        }
         !self.is_late || matches!(action, Load { .. } | Count { .. } | Commit | Pull { .. } | Snapshot)
     }
 
@@ -360,8 +400,12 @@ impl<'p> RunningStep<'p> {
             counts = counts.map(|count| count * u64::from(self.program.mesh.data_parallel()));
         }
         // Replicas that train apart have equally many tokens.
-        let apart = if self.program.kind.is_apart() { self.program.mesh.dp_replicate } else { 1 };
-        let [tokens, targets] = [counts[0] * u64::from(apart), counts[1]];
+        let apart = match (self.participation, self.program.kind.is_apart()) {
+            (Some(own), _) => own.replicas as u64,
+            (None, true) => u64::from(self.program.mesh.dp_replicate),
+            (None, false) => 1,
+        };
+        let [tokens, targets] = [counts[0] * apart, counts[1]];
         // A program counts once.
         self.targets.set(targets).ok();
         let mut outcome = lock(&self.outcome);

@@ -74,7 +74,7 @@ impl Run<'_> {
 
     /// An event of the step that has just run.
     fn event(&self, symptom: Symptom, value: Option<f64>, reaction: String) -> HealthEvent {
-        let count = self.session.resolved.batch.global as u64;
+        let count = self.taken;
         let samples = [self.session.state.samples - count, count];
         HealthEvent { step: self.session.state.step, symptom, value, usual: None, samples, reaction }
     }

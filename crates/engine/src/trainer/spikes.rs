@@ -41,7 +41,7 @@ impl Run<'_> {
             }
             _ => "training goes on",
         };
-        let count = self.session.resolved.batch.global as u64;
+        let count = self.taken;
         let first = self.session.state.samples - count;
         if symptom != Symptom::NotFinite {
             // What is not finite has a note of its own.
@@ -59,10 +59,10 @@ impl Run<'_> {
 
     /// Says and writes that the step that has just run ended the fourth pass over a corpus.
     pub(super) fn say_repetition(&mut self, step: u64) -> Result<()> {
-        let Session { dataset, state, resolved, .. } = &*self.session;
+        let Session { dataset, state, .. } = &*self.session;
         // Many passes are usual over images, which change from pass to pass.
         let Samples::Text(dataset) = dataset else { return Ok(()) };
-        let count = resolved.batch.global as u64;
+        let count = self.taken;
         let first = state.samples - count;
         let ended = |corpus: &usize| {
             let passes = |samples| dataset.epochs(*corpus, Position { samples });

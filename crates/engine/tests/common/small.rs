@@ -1,5 +1,6 @@
 //! A small run on its own text, and the tensors that it ends with. Beside this file a test includes
 //! `runs.rs` and `tensors.rs`.
+#![allow(dead_code, reason = "each test file uses a part of it")]
 
 use crate::runs::run_to_the_end;
 use crate::tensors::tensors;

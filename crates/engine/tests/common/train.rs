@@ -15,6 +15,7 @@ use trainyard_engine::fp8::AmaxHistory;
 use trainyard_engine::links::Links;
 use trainyard_engine::predict::predict;
 use trainyard_engine::rank::{Pace, Rank, StepOutcome, StepSettings};
+use trainyard_engine::rounds::Round;
 use trainyard_engine::shape;
 use trainyard_engine::state::Holding;
 use trainyard_engine::tier::Tiers;
@@ -257,6 +258,10 @@ pub fn train_rank_as(
             load(device, model, step, next - rows, rows)
         };
         let (every, is_last) = (resolved.round_steps(), step + 1 == steps);
+        let (replica, replicas) = rank.replica();
+        let round = Round::first(step / every * every, &resolved.config.update.inner_steps, every, replicas);
+        let tokens = resolved.tokens_per_step() / replicas as u64;
+        rank.set_participation(round.map(|round| round.participation(replica, step, tokens)));
         let at_the_end = ((step + 1).is_multiple_of(every) || is_last).then_some(0);
         let number = resolved.apart.map_or(at_the_end, |apart| apart.outer_step(step + 1, is_last));
         let program = number.and_then(|number| outer.get(number)).map_or(&program, |[outer, _]| outer);

@@ -450,6 +450,7 @@ pub const ROWS: &[Row] = &[
     ),
     row("update.rule", TWO, &["update.rule=local"], Program),
     row("update.every", APART, &["update.every=3"], Losses),
+    row("update.inner_steps", APART, &["update.inner_steps=[2, 1]"], Losses),
     row("update.outer_learning_rate", APART, &["update.outer_learning_rate=0.5"], Losses),
     row("update.outer_momentum", APART, &["update.outer_momentum=0.5"], Losses),
     row("update.fragments", APART, &["update.fragments=2"], Losses),
