@@ -126,6 +126,37 @@ fn a_run_goes_on_when_its_keeper_dies_and_comes_back() {
     assert!(other.stderr.contains("the keeper of the roster is lost"), "{}", other.stderr);
 }
 
+/// Replicas that make steps by their speed come and go. Their numbers begin anew with each change.
+#[test]
+fn replicas_of_unequal_speed_come_and_go() {
+    let folder = Folder::new();
+    let sets = ["run.name='uneven'", ENDLESS, "update.rule='diloco'", "update.every=5", "compute.threads=1"];
+    let more = ["update.inner_steps='by_speed'", "parallel.data_parallel_shard_degree=1"];
+    let batch = ["training.micro_batch_size=1", "training.global_batch_size=6", "checkpoint.interval_steps=3"];
+    let sets = [&sets[..], &more, &batch].concat();
+    let hosts = Hosts { folder: &folder, port: free_port(), hosts: "2:3", sets: &sets };
+    let keeper = hosts.start(&["--node-rank", "0"], 1);
+    let second = hosts.start(&[], 1);
+    wait_for_ranks(&folder, "uneven", 2);
+    let mut third = hosts.start(&[], 1);
+    wait_for_ranks(&folder, "uneven", 3);
+    wait_for_steps(&folder, "uneven", metrics(&folder, "uneven") + 12);
+    third.kill().expect("it runs");
+    third.wait().expect("a child");
+    wait_for_ranks(&folder, "uneven", 2);
+    send("-INT", &keeper.id().to_string());
+    let (keeper, second) = (ended(keeper), ended(second));
+    assert_eq!((keeper.code, second.code), (Some(130), Some(130)), "{}\n{}", keeper.stderr, second.stderr);
+    let text = fs::read_to_string(folder.join("runs/uneven/metrics.jsonl")).expect("the run's records");
+    let numbers = |line: &str| -> Option<Vec<u64>> {
+        let record: serde_json::Value = serde_json::from_str(line).expect("a record");
+        serde_json::from_value(record.get("inner_steps")?.clone()).expect("numbers")
+    };
+    let rounds: Vec<Vec<u64>> = text.lines().filter_map(numbers).collect();
+    assert!([2, 3].iter().all(|replicas| rounds.iter().any(|round| round.len() == *replicas)), "{rounds:?}");
+    assert!(rounds.iter().flatten().all(|steps| (1..=5).contains(steps)), "{rounds:?}");
+}
+
 #[test]
 fn hosts_that_do_not_come_are_named_in_numbers() {
     let folder = Folder::new();

@@ -87,7 +87,8 @@ impl Recording {
         if let Some(failure) = self.monitor.as_ref().and_then(Monitor::failure) {
             return Err(failure);
         }
-        let Some(began) = outcome.began else { return Ok(()) };
+        // A rank that computes nothing has nothing to compare with the others.
+        let Some(began) = outcome.began.filter(|_| !outcome.waits_for_round()) else { return Ok(()) };
         let times = |span: &crate::lanes::Span| Times { waited: span.waited, start: span.start, end: span.end };
         self.steps.write(&Step {
             step,

@@ -1,8 +1,8 @@
 //! Rounds in which slower replicas make fewer inner steps.
 //!
-//! Replicas that train apart meet at the end of a round. If all make equally many inner steps, the
-//! slowest sets the pace. Here replica `r` makes the first `h_r` of the round's steps and then waits
-//! for the outer step, which weights its change by `h_r` ([`Round::participation`]).
+//! Replicas that train apart meet at the end of a round. If all make equally many inner steps,
+//! the slowest sets the pace. Here replica `r` makes the first `h_r` of the round's steps. Then it
+//! waits for the outer step, which weights its change by `h_r` ([`Round::participation`]).
 
 use crate::config::{Apart, InnerSteps};
 use crate::rank::Participation;

@@ -470,15 +470,7 @@ impl<'s> Run<'s> {
         let rate_next = Some(self.clock.schedule.learning_rate(state.step + 1));
         state.learning_rate_next = rate_next;
         session.rank.set_participation(taken.participation);
-        let ending = state.round.clone().filter(|_| program.kind == StepKind::Outer);
-        let ending = ending.map(|round| RoundEnd {
-            world: &session.world,
-            program,
-            round,
-            asked: &session.resolved.config.update.inner_steps,
-            every: session.resolved.round_steps(),
-            end: state.step + 1,
-        });
+        let ending = RoundEnd::after(&session.world, program, &session.resolved, &state);
         let mut following = None;
         let outcome = session.rank.execute(
             program,
@@ -552,17 +544,15 @@ impl<'s> Run<'s> {
             let note = skip_note(step, outcome, scaler.scale());
             // A dynamic loss scale overflows now and then by design.
             self.progress.note(&if scaler.is_dynamic() { note } else { warning(note) });
-        } else if !outcome.skipped && !self.waits_for_round(outcome) {
+        } else if !outcome.skipped && !outcome.waits_for_round() {
             self.last = [outcome.loss, outcome.gradient_norm];
         }
-        // A replica that has made its steps of the round has those of its last one.
-        let [loss, grad_norm] =
-            if self.waits_for_round(outcome) { self.last } else { [outcome.loss, outcome.gradient_norm] };
+        let [loss, grad_norm] = self.shown(outcome);
         let session = &mut *self.session;
         let dtype = compute_dtype(&session.resolved);
         // A step that this rank left out must not look like one that was faster than the machine.
         let flops = if outcome.late { 0.0 } else { session.flops_per_token * outcome.tokens as f64 };
-        let tokens = if self.waits_for_round(outcome) { 0 } else { outcome.tokens };
+        let tokens = if outcome.waits_for_round() { 0 } else { outcome.tokens };
         let work = Work { tokens, flops, seconds: step_s };
         let Throughput { tps, tflops, mfu } = self.throughput(work);
         let session = &mut *self.session;

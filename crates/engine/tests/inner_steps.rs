@@ -16,6 +16,8 @@ use trainyard_engine::checkpoint::{Checkpoint, Choice, find_latest};
 use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trainer::Ending;
+use trainyard_record::programs::Programs;
+use trainyard_record::steps;
 
 const RULE: &[&str] =
     &["update.rule='diloco'", "update.every=4", "checkpoint.interval_steps=1", "checkpoint.keep_last=20"];
@@ -122,6 +124,13 @@ fn records_of_a_slow_first_replica_count_what_is_taken() {
         assert_eq!((&record["loss"], &record["grad_norm"]), (&before["loss"], &before["grad_norm"]));
         assert_eq!(record["tps"], 0.0);
     }
+    // What explains the speed of a run compares steps in which a rank computes.
+    let recorded = |rank: u32| -> Vec<u64> {
+        let run = folder.join("run");
+        let programs = Programs::read(&run, rank).unwrap().unwrap().programs;
+        steps::read(&run, rank, &programs).unwrap().1.iter().map(|step| step.step).collect()
+    };
+    assert_eq!([recorded(0), recorded(1), recorded(2)], [vec![1, 5], (1..=8).collect(), vec![1, 2, 5, 6]]);
     assert!(records[3]["drift"].as_f64().unwrap() > 0.0 && records[4]["loss"] != records[3]["loss"]);
 }
 

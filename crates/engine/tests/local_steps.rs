@@ -330,7 +330,7 @@ fn settings_that_do_not_go_with_training_apart_are_refused() {
         ),
         (
             &[two, "update.rule='diloco'", "update.every=4", "update.inner_steps=[4]"],
-            "has 1 numbers, and there are 2 replicas",
+            "needs one number for each of the 2 replicas",
         ),
         (&[two, "update.rule='diloco'", "update.every=4", "update.inner_steps=[4, 0]"], "at least 1"),
         (

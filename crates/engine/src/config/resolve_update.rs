@@ -184,8 +184,7 @@ impl Resolver {
             InnerSteps::BySpeed => {}
             InnerSteps::Given(numbers) if numbers.len() != replicas => {
                 let message = format!(
-                    "update.inner_steps = {asked} has {} numbers, and there are {replicas} replicas: give one for each, or \"by_speed\"",
-                    numbers.len()
+                    "update.inner_steps = {asked} needs one number for each of the {replicas} replicas: give as many, or \"by_speed\""
                 );
                 self.problem(KEY, message);
             }

@@ -172,9 +172,9 @@ section! {
         #[elsewhere("sync_steps", "sync_every", "local_steps")]
         every: Option<usize> = None;
         /// Steps that each replica makes in a round of `every`: all (`equal`); fewer the slower the
-        /// replica was in the round before (`by_speed`); or a number for each replica, the largest of
-        /// which is `every`. Changes are averaged in proportion to these numbers (McMahan et al.
-        /// 2017). Every sample is taken once.
+        /// replica was in the round before (`by_speed`); or a number for each replica, of which
+        /// `every` is the largest. Changes are averaged in proportion to these numbers (McMahan et
+        /// al. 2017). Every sample is taken once.
         inner_steps: InnerSteps = InnerSteps::Equal;
         /// Learning rate of the outer step of `diloco`. Unset: 0.7.
         #[elsewhere("outer_lr")]

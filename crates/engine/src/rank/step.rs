@@ -120,6 +120,11 @@ pub enum Launches {
 }
 
 impl StepOutcome {
+    /// True if this rank left the step out, because its replica has made its steps of the round.
+    pub(crate) fn waits_for_round(&self) -> bool {
+        self.late && self.server.is_none()
+    }
+
     /// Sums the lanes' spans into the times of the outcome.
     pub(super) fn take_times(&mut self, program: &Program, spans: Vec<Span>) {
         for (span, instruction) in spans.iter().zip(&program.instructions) {

@@ -28,7 +28,7 @@ impl RunState {
             }
             Some(_) => return None,
             // A replica that has made its steps of the round.
-            None if outcome.late => return None,
+            None if outcome.waits_for_round() => return None,
             None => {}
         }
         self.skipped += u64::from(outcome.skipped);

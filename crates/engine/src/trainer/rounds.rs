@@ -3,12 +3,13 @@
 
 use super::{Run, loader};
 use crate::Result;
-use crate::config::InnerSteps;
+use crate::config::{InnerSteps, Resolved};
 use crate::rank::{Participation, StepOutcome};
 use crate::rounds::{Round, TimedSteps};
 use crate::session::Session;
+use crate::snapshot::RunState;
 use trainyard_comm::Communicator;
-use trainyard_program::Program;
+use trainyard_program::{Program, StepKind};
 
 /// The samples and replicas of a step.
 #[derive(Clone, Copy)]
@@ -39,18 +40,31 @@ impl Taken {
 
 /// The end of a round. All ranks come to it together.
 pub(super) struct RoundEnd<'a> {
-    pub(super) world: &'a Communicator,
-    pub(super) program: &'a Program,
+    world: &'a Communicator,
+    program: &'a Program,
     /// The round that ends.
     pub(super) round: Round,
-    pub(super) asked: &'a InnerSteps,
+    asked: &'a InnerSteps,
     /// Steps of a round.
-    pub(super) every: u64,
+    every: u64,
     /// The number of steps of the run after it.
-    pub(super) end: u64,
+    end: u64,
 }
 
-impl RoundEnd<'_> {
+impl<'a> RoundEnd<'a> {
+    /// The end of the round of `state`, if the step after `state` ends it; None if all replicas
+    /// make every step.
+    pub(super) fn after(
+        world: &'a Communicator,
+        program: &'a Program,
+        resolved: &'a Resolved,
+        state: &RunState,
+    ) -> Option<RoundEnd<'a>> {
+        let round = state.round.clone().filter(|_| program.kind == StepKind::Outer)?;
+        let asked = &resolved.config.update.inner_steps;
+        Some(RoundEnd { world, program, round, asked, every: resolved.round_steps(), end: state.step + 1 })
+    }
+
     /// The round that follows; None if all replicas make every step of it.
     pub(super) fn next(&self) -> Result<Option<Round>> {
         let step_s = match self.asked {
@@ -95,10 +109,9 @@ impl Run<'_> {
         }
     }
 
-    /// True if this rank left the step of `outcome` out, because its replica has made its steps of
-    /// the round.
-    pub(super) fn waits_for_round(&self, outcome: &StepOutcome) -> bool {
-        outcome.late && outcome.server.is_none()
+    /// The loss and norm to record for a step: of a replica that waits, those of its last one.
+    pub(super) fn shown(&self, outcome: &StepOutcome) -> [f64; 2] {
+        if outcome.waits_for_round() { self.last } else { [outcome.loss, outcome.gradient_norm] }
     }
 
     /// Begins the round that follows `ended`. A loader makes batches ahead as if the numbers stayed

@@ -157,6 +157,7 @@ fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
             amax_history: None,
             early_stopping: Default::default(),
             history: Default::default(),
+            round: None,
             dataset: String::new(),
             tokenizer: String::new(),
         };
