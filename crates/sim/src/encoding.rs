@@ -104,7 +104,8 @@ mod tests {
             work.dedup();
             work
         };
-        let codes = f64::from((1 << 20) / 256 * 258);
-        assert_eq!((work(&plain), work(&encoded)), (vec![0.0], vec![0.0, codes + 2.0 * f64::from(1 << 20)]));
+        // The embedding is gathered as it is, before and after the other unit.
+        let decoding = f64::from((1 << 20) / 256 * 258) + 2.0 * f64::from(1 << 20);
+        assert_eq!((work(&plain), work(&encoded)), (vec![0.0], vec![0.0, decoding, 0.0]));
     }
 }

@@ -277,6 +277,14 @@ mod tests {
             // With b the row is that of 2 b a.
             let norms = row_norms(&w, &down, &matrix([2, 1], &[1.0, 0.0]), &adapter).unwrap().to_f32_vec().unwrap();
             assert!((norms[0] - 8f32.sqrt()).abs() < 0.02, "{dtype}: {norms:?}");
+            // Squares of two columns, one on each of two ranks, add up.
+            let [left, right] = [([0.0, 3.0], 1.0), ([0.0, 4.0], 1.0)].map(|(column, down)| {
+                let (w, down) = (matrix([2, 1], &column), matrix([1, 1], &[down]));
+                row_squares(&w, &down, &matrix([2, 1], &[1.0, 0.0]), &adapter).unwrap()
+            });
+            let sum = plain::binary(Binary::Add, &left, &right).unwrap();
+            let summed = norms_of_squares(&sum, dtype).unwrap();
+            assert!(summed.dtype() == dtype && summed.to_f32_vec().unwrap() == norms, "{dtype}: {norms:?}");
         }
     }
 }
