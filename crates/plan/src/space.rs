@@ -377,7 +377,7 @@ mod tests {
         let own = divides(Fixed::default());
         assert_eq!(own, divides(runnable.clone()));
         assert!(!own.is_empty() && own.iter().all(Mesh::experts_of_replicas));
-        let titan = crate::stacks::named("torchtitan").unwrap().rules;
+        let titan = crate::stacks::StackProfile::named("torchtitan").unwrap().rules;
         let others = divides(Fixed { rules: Some(titan), ..Fixed::default() });
         assert!(!others.is_empty() && !others.iter().any(Mesh::experts_of_replicas));
         // Offload to the host is for GPUs; CPU cores have no other host.
