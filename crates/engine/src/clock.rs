@@ -37,15 +37,35 @@ impl Clock {
     pub(crate) fn calibrate(&mut self, state: &mut RunState) {
         let step = state.step;
         let (None, Some(seconds)) = (self.steps, self.limits.seconds) else { return };
-        let Some((first_step, first_s)) = self.speed_since else { return };
-        if step - first_step < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
+        let Some(since) = self.speed_since else { return };
+        if step - since.0 < STEPS_TO_CALIBRATE.max(self.schedule.warmup_steps.min(4 * STEPS_TO_CALIBRATE)) {
             return;
         }
-        let per_step = (self.elapsed() - first_s) / (step - first_step) as f64;
-        let steps = (first_step + ((seconds - first_s) / per_step) as u64).max(step + 1);
+        let steps = length(seconds, since, (step, self.elapsed()));
         (state.schedule_steps, state.schedule_seconds) = (Some(steps), Some(seconds));
         self.schedule.steps = Some(steps);
         self.steps = Some(steps);
         self.left.set_steps(steps);
+    }
+}
+
+/// The steps of a run of `seconds`, whose speed is that from `since` to `now`, each the steps and
+/// seconds of the run: at least one more than now.
+fn length(seconds: f64, since: (u64, f64), now: (u64, f64)) -> u64 {
+    let per_step = (now.1 - since.1) / (now.0 - since.0) as f64;
+    (since.0 + ((seconds - since.1) / per_step) as u64).max(now.0 + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_length_follows_from_the_speed_that_counts() {
+        assert_eq!(length(60.0, (0, 0.0), (20, 10.0)), 120);
+        // A first round of 16 steps took 8 s; the steps after it take 0.25 s.
+        assert_eq!(length(60.0, (16, 8.0), (48, 16.0)), 16 + 4 * 52);
+        assert_eq!(length(60.0, (16, 8.0), (48, 70.0)), 49);
+        assert_eq!(length(5.0, (16, 8.0), (48, 16.0)), 49);
     }
 }
