@@ -22,8 +22,8 @@ impl Runnable {
     }
 }
 
-/// The answer for `mesh`: runnable, or the things that the engine lacks. A mesh that does not divide
-/// the model, for example its heads, is refused by the model instead.
+/// The answer for `mesh`: runnable, or the things that the engine lacks. A mesh that does not
+/// divide the model, for example its heads, is refused by the model instead.
 pub fn runnable(mesh: &Mesh) -> Runnable {
     // Experts are divided among replicas.
     if mesh.ep == 1 || mesh.experts_of_replicas() {

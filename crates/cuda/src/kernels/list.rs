@@ -27,11 +27,11 @@ const fn small_tiles(of_rows: u32) -> Rule {
 pub const DROPOUT_GROUP: usize = 128;
 
 // Attention reads queries q and keys and values kv, side by side; both may be parts of one fused
-// matrix of query heads, key heads, value heads. Rows are `q_stride` and `kv_stride` elements apart.
-// `starts` and `ends` [rows] are the first key of each query's segment and the one after its last;
-// for the gradients of keys, the queries of each key's. With `causal` (and a `window` that is not 0)
-// queries and keys are the same rows; without, segments are all that pairs them, and both bounds
-// rise with the row. `lse` and `delta` are [heads, queries]; out and dout are
+// matrix of query heads, key heads, value heads. Rows are `q_stride` and `kv_stride` elements
+// apart. `starts` and `ends` [rows] are the first key of each query's segment and the one after its
+// last; for the gradients of keys, the queries of each key's. With `causal` (and a `window` that is
+// not 0) queries and keys are the same rows. Without, segments are all that pairs them, and both
+// bounds rise with the row. `lse` and `delta` are [heads, queries]; out and dout are
 // [queries, heads head_dim]. Sizes of the launch: rows; query heads (key heads for the gradients of
 // keys); head_dim.
 const FORWARD: &str = "const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window";

@@ -80,7 +80,7 @@ struct Sizes {
     keys: [usize; 2],
 }
 
-/// What comes after the pointers: `sizes`, heads, and the mask.
+/// The arguments after the pointers: `sizes`, heads, and the mask.
 fn shape(spec: &AttentionSpec, sizes: &[usize]) -> Vec<Argument> {
     let heads = [spec.heads, spec.kv_heads, spec.head_dim];
     let sizes = sizes.iter().chain(&heads).map(|n| Argument::I32(*n as i32));

@@ -140,12 +140,13 @@ pub(crate) struct Heads<'a> {
     pub keys: [usize; 2],
 }
 
-/// Which keys each query sees: for each row the first and the end, [2, rows]. With a mask, the
+/// The pairs of queries and keys: for each row the first and the end, [2, rows]. With a mask, the
 /// bounds of its segment.
 #[derive(Clone, Copy)]
 pub(crate) struct Seen<'a> {
+    /// The keys that each query sees.
     pub by_queries: &'a Tensor,
-    /// Which queries see each key.
+    /// The queries that see each key.
     pub of_keys: &'a Tensor,
 }
 

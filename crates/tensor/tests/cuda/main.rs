@@ -4,7 +4,8 @@
 //! Kernels are checked against scalar oracles in `trainyard-cuda`; here it is that each operation
 //! launches the right one with the right operands, and that `meta` predicts its memory.
 
-use std::ops::Range;
+mod context;
+
 use std::path::Path;
 use std::sync::Arc;
 use trainyard_cuda::driver::Product;
@@ -22,7 +23,7 @@ use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
 use trainyard_tensor::cuda::{AttentionForm, Cuda};
 use trainyard_tensor::ops::optim::{Adafactor, AdamW, Decay, Lion, Muon, MuonScale, OptimizerOperands, Sgd, StepSize};
 use trainyard_tensor::ops::plain::{self, Dims, Reduction};
-use trainyard_tensor::ops::{self, ContextSegments, HeadLayout, Segments, TablePart, experts};
+use trainyard_tensor::ops::{self, HeadLayout, Segments, TablePart, experts};
 use trainyard_tensor::{Computes, Cost, DType, Device, Purpose, Result, Tensor, TensorError};
 
 /// Operands of a case on one device.
@@ -55,18 +56,6 @@ impl Operands<'_> {
         let (a, b) = (self.floats(seed, shape), self.floats(seed + 1, shape));
         plain::compare(Compare::Greater, &a, &b).unwrap()
     }
-}
-
-/// Documents in two sequences of twelve tokens.
-const DOCUMENTS: &[i32] = &[0, 5, 12, 13, 24];
-
-/// The rows of one of two ranks, which have an early and a late chunk of each sequence, and the
-/// rows of both in the order in which they are gathered.
-fn chunks(rank: usize) -> (Vec<Range<usize>>, Vec<Range<usize>>) {
-    let of = |rank: usize| {
-        [rank, 3 - rank].into_iter().flat_map(|chunk| [0, 12].map(|start| start + 3 * chunk..start + 3 * chunk + 3))
-    };
-    (of(rank).collect(), (0..2).flat_map(of).collect())
 }
 
 type Case = fn(&Operands<'_>) -> Result<Vec<Tensor>>;
@@ -166,38 +155,6 @@ fn operations_of_training_are_those_of_the_cpu() {
             let dqkv = ops::attention_backward(&dout, &qkv, &out, &lse, &SPEC, &segments)?;
             let window = AttentionSpec { window: Some(2), ..SPEC };
             Ok(vec![ops::attention(&qkv, &window, &segments)?.0, out, lse, dqkv])
-        }),
-        ("attention of a rank's part of two sequences", |o| {
-            let mut found = Vec::new();
-            for (rank, window) in [(0, None), (1, None), (1, Some(3))] {
-                let (rows, gathered) = chunks(rank);
-                let segments = ContextSegments::new(DOCUMENTS, &rows, gathered)?;
-                let spec = AttentionSpec { window, ..SPEC };
-                let (q, kv, dout) = (o.floats(1, &[12, 32]), o.floats(2, &[24, 32]), o.floats(3, &[12, 32]));
-                let (out, lse) = ops::context_attention(&q, &kv, &spec, &segments)?;
-                let (dq, dkv) = ops::context_attention_backward(&dout, &q, &kv, &out, &lse, &spec, &segments)?;
-                found.extend([out, dq, dkv]);
-            }
-            Ok(found)
-        }),
-        ("attention of a rank's part over its own keys, and over all others", |o| {
-            let mut found = Vec::new();
-            for rank in [0, 1] {
-                let (rows, gathered) = chunks(rank);
-                let [own, rest] = ContextSegments::apart(DOCUMENTS, &rows, gathered)?;
-                let (q, kv, dout) = (o.floats(1, &[12, 32]), o.floats(2, &[24, 32]), o.floats(3, &[12, 32]));
-                let own_kv = kv.narrow(rank * 12..rank * 12 + 12)?;
-                let (part, part_lse) = ops::context_attention_part(&q, &own_kv, &SPEC, &own)?;
-                let parts = [&part, &part_lse];
-                let (out, lse) = ops::context_attention_rest(&q, &kv, parts, &SPEC, &rest)?;
-                let [dq_rest, dkv_rest, down, dlse] =
-                    ops::context_attention_rest_backward(&dout, &q, &kv, parts, [&out, &lse], &SPEC, &rest)?;
-                let given = [&down, &dlse];
-                let (dq, dkv) =
-                    ops::context_attention_part_backward(given, &q, &own_kv, &part, &part_lse, &SPEC, &own)?;
-                found.extend([part, part_lse, out, lse, dq_rest, dkv_rest, down, dlse, dq, dkv]);
-            }
-            Ok(found)
         }),
         ("decoding", |o| {
             let qkv = o.floats(1, &[2, 64]);
