@@ -153,7 +153,7 @@ pub(crate) struct Seen<'a> {
 /// The columns of a fused matrix from its first key head on.
 fn keys_of(qkv: &Tensor, spec: &AttentionSpec) -> Result<Tensor> {
     let first = spec.q_cols().min(qkv.elements());
-    Ok(qkv.view(first, [qkv.elements() - first])?)
+    qkv.view(first, [qkv.elements() - first])
 }
 
 /// The parts of a fused matrix, of which `kv` are those from its first key head on.
