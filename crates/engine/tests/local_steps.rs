@@ -189,12 +189,14 @@ fn fragments_beside_steps_do_what_the_algorithm_says() {
     let drifts: Vec<bool> = ends[0].outcomes.iter().map(|outcome| outcome.drift.is_some()).collect();
     assert_eq!(drifts, turns.iter().map(Option::is_some).collect::<Vec<_>>());
     let reached = values(&ends[0]);
-    let furthest = |a: &Values, b: &Values| {
-        let pairs = a.iter().flat_map(|(id, values)| values.iter().zip(&b[id]));
-        pairs.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max)
-    };
     let (error, moved) = (furthest(&reached, &outer), furthest(&reached, &start));
     assert!(error < 2e-6 && moved > 1e3 * error, "{error:e}, moved by {moved:e}");
+}
+
+/// The largest distance of two elements in the same place.
+fn furthest(a: &Values, b: &Values) -> f32 {
+    let pairs = a.iter().flat_map(|(id, values)| values.iter().zip(&b[id]));
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max)
 }
 
 /// A slower replica makes the first of its steps alone, and its change weighs as much as its steps:
@@ -233,10 +235,6 @@ fn changes_are_averaged_by_the_steps_that_replicas_made() {
     }
     let ends = train(&[SGD, &layout, &rule].concat(), STEPS);
     let reached = values(&ends[0]);
-    let furthest = |a: &Values, b: &Values| {
-        let pairs = a.iter().flat_map(|(id, values)| values.iter().zip(&b[id]));
-        pairs.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max)
-    };
     let (error, moved) = (furthest(&reached, &outer), furthest(&reached, &start));
     assert!(error < 2e-6 && moved > 1e3 * error, "{error:e}, moved by {moved:e}");
     // The plain mean is another result.

@@ -317,7 +317,7 @@ pub fn context_attention(
     const OP: &str = "context_attention";
     check(OP, q, kv, spec, segments)?;
     if q.device().computes() == Computes::Cuda {
-        return on_cuda::forward(OP, q, kv, spec, segments, work(spec, segments, q.dtype(), 2, 1));
+        return on_cuda::forward(OP, [q, kv], spec, segments, false);
     }
     let mut out = q.empty_like(*q.shape(), q.dtype())?;
     let mut lse = q.empty_like([spec.heads, segments.queries()], DType::F32)?;
@@ -365,7 +365,7 @@ pub fn context_attention_part(
     const OP: &str = "context_attention_part";
     check(OP, q, kv, spec, segments)?;
     if q.device().computes() == Computes::Cuda {
-        return on_cuda::forward_by_row(OP, q, kv, spec, segments, work(spec, segments, q.dtype(), 2, 1));
+        return on_cuda::forward(OP, [q, kv], spec, segments, true);
     }
     let rows = segments.queries();
     let mut out = q.empty_like(*q.shape(), q.dtype())?;
@@ -414,8 +414,7 @@ pub fn context_attention_rest(
     check(OP, q, kv, spec, segments)?;
     super::same_form(OP, own, q)?;
     if q.device().computes() == Computes::Cuda {
-        let rest = work(spec, segments, q.dtype(), 2, 1);
-        let (out, lse) = on_cuda::forward_by_row(OP, q, kv, spec, segments, rest)?;
+        let (out, lse) = on_cuda::forward(OP, [q, kv], spec, segments, true)?;
         let cost = Cost::new(3 * own.elements(), 3 * own.bytes());
         q.device().launch_on("context_attention_join", cost, |on| match on {
             On::Cuda(gpu) => cuda::join(gpu, [own, own_lse], [&out, &lse], spec),
@@ -553,8 +552,7 @@ fn backward(
 ) -> Result<(Tensor, Tensor)> {
     check(op, q, kv, spec, segments)?;
     if q.device().computes() == Computes::Cuda {
-        let work = work(spec, segments, q.dtype(), 5, 2);
-        return on_cuda::backward(op, [dout, q, kv, out], statistics, spec, segments, work);
+        return on_cuda::backward(op, [dout, q, kv, out], statistics, spec, segments);
     }
     let mut dq = q.empty_like(*q.shape(), q.dtype())?;
     let mut dkv = kv.empty_like(*kv.shape(), kv.dtype())?;

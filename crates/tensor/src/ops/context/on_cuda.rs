@@ -10,7 +10,7 @@ use crate::cpu::attention::AttentionSpec;
 use crate::cuda::{self, Heads, Seen};
 use crate::error::Result;
 use crate::ops::{experts, plain};
-use crate::{DType, Device, On, Purpose, Tensor, Work};
+use crate::{DType, Device, On, Purpose, Tensor};
 use std::ops::Range;
 
 impl Inside {
@@ -159,15 +159,16 @@ fn gpu<'a>(on: &'a On<'a>) -> &'a std::sync::Arc<cuda::Cuda> {
     }
 }
 
-/// Attention, and the log-sum-exp of scores, f32 [h, n] in the order of the batch.
+/// Attention, and the log-sum-exp of scores in f32: [h, n] in the order of the batch, or where
+/// `by_row` of each row, [n, h].
 pub(super) fn forward(
     op: &'static str,
-    q: &Tensor,
-    kv: &Tensor,
+    [q, kv]: [&Tensor; 2],
     spec: &AttentionSpec,
     segments: &ContextSegments,
-    work: Work,
+    by_row: bool,
 ) -> Result<(Tensor, Tensor)> {
+    let work = super::work(spec, segments, q.dtype(), 2, 1);
     let places = Places::of(segments, q.device(), spec.window)?;
     let (q, kv) = (places.queries_in_order(q)?, places.keys_in_order(kv)?);
     let out = q.empty_like(*q.shape(), q.dtype())?;
@@ -176,21 +177,9 @@ pub(super) fn forward(
         let read = places.heads(spec, &q, &kv);
         cuda::attention_over(gpu(&on), read, &without_mask(spec), &places.seen, &out, &lse)
     })?;
-    Ok((places.queries_back(out)?, lse))
-}
-
-/// As [`forward`], with the log-sum-exp of each row, [n, h].
-pub(super) fn forward_by_row(
-    op: &'static str,
-    q: &Tensor,
-    kv: &Tensor,
-    spec: &AttentionSpec,
-    segments: &ContextSegments,
-    work: Work,
-) -> Result<(Tensor, Tensor)> {
-    let (out, lse) = forward(op, q, kv, spec, segments, work)?;
-    let places = Places::of(segments, q.device(), spec.window)?;
-    Ok((out, places.queries_back(plain::permute(&lse, &[1, 0])?)?))
+    drop((q, kv));
+    let out = places.queries_back(out)?;
+    Ok((out, if by_row { places.queries_back(plain::permute(&lse, &[1, 0])?)? } else { lse }))
 }
 
 /// The gradients of q and kv.
@@ -200,8 +189,8 @@ pub(super) fn backward(
     statistics: Statistics<'_>,
     spec: &AttentionSpec,
     segments: &ContextSegments,
-    work: Work,
 ) -> Result<(Tensor, Tensor)> {
+    let work = super::work(spec, segments, q.dtype(), 5, 2);
     let places = Places::of(segments, q.device(), spec.window)?;
     let (lse, dlse) = match statistics {
         Statistics::ByPart(lse) => (lse.clone(), None),
