@@ -3,7 +3,8 @@
 //! Two hosts (network namespaces, see [`crate::cable`]) of one or two ranks train one model over
 //! TCP.
 //! Measured are the seconds and the bytes of a step: gradients as they are, added up inside a host
-//! first, encoded by each codec, and replicas that meet once in many steps. `--peer` names a Python
+//! first, encoded by each codec, stages of a pipeline, and replicas that meet once in many steps.
+//! `--peer` names a Python
 //! that has torch, and then PyTorch's own ways run over the same cable by gloo: plain DDP, its
 //! PowerSGD
 //! hook, and a plain DiLoCo loop.
@@ -40,8 +41,10 @@ interval_steps = 1000000
 [compute]
 threads = 1
 ";
+/// Micro-batches of a step of a pipeline.
+const PIPELINED: usize = 8;
 /// A way of training: its name, ranks on each host, settings, and the steps of a round.
-const WAYS: [(&str, usize, &[&str], usize); 17] = [
+const WAYS: [(&str, usize, &[&str], usize); 20] = [
     ("2 x 2 ranks, one exchange", 2, &["parallel.hierarchical_sums=false"], 1),
     ("2 x 2 ranks, hosts first", 2, &[], 1),
     ("2 x 1 rank, f32", 1, &[], 1),
@@ -57,6 +60,18 @@ const WAYS: [(&str, usize, &[&str], usize); 17] = [
         "ZeRO-3, int8 both",
         1,
         &["parallel.data_parallel_shard_degree=2", "compression.parameters=int8", "compression.gradients=int8"],
+        1,
+    ),
+    ("pipeline", 1, &["parallel.pipeline_parallel_degree=2"], 1),
+    ("pipeline, int8", 1, &["parallel.pipeline_parallel_degree=2", "compression.activations=int8"], 1),
+    (
+        "pipeline, int4, int8 back",
+        1,
+        &[
+            "parallel.pipeline_parallel_degree=2",
+            "compression.activations=int4",
+            "compression.activation_gradients=int8",
+        ],
         1,
     ),
     ("diloco, every 20", 1, &["update.rule=diloco", "update.every=20"], 20),
@@ -207,10 +222,13 @@ fn measure(
         for set in sets {
             command.args(["--set", set]);
         }
-        let is_sharded = sets.iter().any(|set| set.starts_with("parallel.data_parallel_shard_degree="));
-        let replicas = if is_sharded { 1 } else { 2 * ranks };
+        let is_set = |key: &str| sets.iter().any(|set| set.starts_with(key));
+        let is_pipelined = is_set("parallel.pipeline_parallel_degree=");
+        let is_divided = is_pipelined || is_set("parallel.data_parallel_shard_degree=");
+        let replicas = if is_divided { 1 } else { 2 * ranks };
         command.args(["--set", &format!("parallel.data_parallel_replicate_degree={replicas}")]);
-        command.args(["--set", &format!("training.global_batch_size={}", 2 * ranks)]);
+        let sequences = if is_pipelined { PIPELINED } else { 2 * ranks };
+        command.args(["--set", &format!("training.global_batch_size={sequences}")]);
         Ok(command.current_dir(folder).spawn()?)
     };
     finish([host(0)?, host(1)?], name)?;

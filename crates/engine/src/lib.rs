@@ -72,6 +72,7 @@ pub mod session;
 pub mod shape;
 pub mod snapshot;
 pub mod spans;
+mod stages;
 pub mod state;
 pub mod tier;
 pub mod trace;

@@ -11,6 +11,7 @@ use crate::positions::Positions;
 use crate::power_sgd::LowRankSums;
 use crate::rank::RankSettings;
 use crate::server::ServerLinks;
+use crate::stages::StageLink;
 use crate::state::{Holding, does_not_fit, overlap};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +19,7 @@ use std::sync::Arc;
 use trainyard_comm::nccl::Nccl;
 use trainyard_comm::{Communicator, Position};
 use trainyard_model::{Model, UnitLayout};
-use trainyard_program::{Action, Axis, Codec, Group, Program};
+use trainyard_program::{Action, Axis, Codec, Group, Lane, Program};
 use trainyard_tensor::{DType, Device, Tensor, ops};
 
 /// Links of the gather lane: the shard group, and parts of it by their number of ranks.
@@ -67,8 +68,8 @@ pub struct ComputeLinks {
 /// communicator, because each direction between two ranks is a queue of its own.
 #[derive(Default)]
 pub struct PipelineLinks {
-    pub(crate) send: Link,
-    pub(crate) receive: Link,
+    pub(crate) send: StageLink,
+    pub(crate) receive: StageLink,
 }
 
 /// The links of one rank, by lane. The default is for a rank alone.
@@ -178,7 +179,8 @@ impl Maker<'_> {
             experts: self.link("compute", "experts", group(Axis::Expert))?,
         };
         let stages = numbers.link("pipeline", "stages", group(Axis::Pipeline))?;
-        let pipeline = PipelineLinks { send: stages.clone(), receive: stages };
+        let stage = |lane| StageLink::new(stages.clone(), program, lane);
+        let pipeline = PipelineLinks { send: stage(Lane::Send), receive: stage(Lane::Receive) };
         let tensor = self.tensor_link("inner")?;
         let context = self.staged_nowhere().link("inner", "parts of sequences", group(Axis::Context))?;
         let server = self.server_links()?;
@@ -331,6 +333,14 @@ impl ReduceLinks {
     /// The stages that hold `unit`.
     pub(crate) fn tie(&self, unit: u32) -> &Link {
         self.ties.get(&unit).expect("a program ties units that others borrow")
+    }
+}
+
+impl PipelineLinks {
+    /// Allocates the buffers on `device` for encoded messages.
+    pub(crate) fn stage(&mut self, device: &Device, settings: &RankSettings) -> Result<()> {
+        self.send.stage(device, settings)?;
+        self.receive.stage(device, settings)
     }
 }
 

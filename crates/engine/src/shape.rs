@@ -522,6 +522,7 @@ pub fn strategy(resolved: &Resolved, units: usize) -> Result<Strategy> {
         server: resolved.server.map(|server| server.server),
         gradients: resolved.compression.gradients,
         gathers: resolved.compression.parameters.map(|codec| Encoding::new(Codec::Blocks(codec), Axis::Shard, false)),
+        activations: resolved.compression.activations,
         outer: resolved.compression.outer,
         outer_momentum: resolved.apart.is_some_and(|apart| apart.outer.momentum != 0.0),
         rounding_bits: resolved.constraints.grid.map(|grid| grid.bits),

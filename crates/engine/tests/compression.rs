@@ -1,5 +1,5 @@
-//! Tests of encoded gradients: they train, in every layout, with the predicted memory, and
-//! residuals go on where they were.
+//! Tests of encoded messages: they train, in every layout, with the predicted memory, and residuals
+//! go on where they were.
 
 #[path = "common/train.rs"]
 mod common;
@@ -20,6 +20,7 @@ use trainyard_engine::checkpoint::{Choice, open_step};
 use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::snapshot::read_state;
+use trainyard_program::{Action, Axis, Instruction, Phase};
 
 const CODECS: [&[&str]; 8] = [
     &["compression.gradients='bf16'"],
@@ -315,6 +316,82 @@ fn outer_parameters_lack_what_low_rank_factors_left_out() {
     assert!(distance < 1e-7, "{distance:e} between one rank and two ranks of a replica");
 }
 
+/// What stages send each other: the pipeline, and the codec of activations.
+const STAGES: [&str; 3] = ["parallel.ranks=4", "parallel.pipeline_parallel_degree=2", "training.accumulation_steps=4"];
+
+/// Orders of passes, sharding and recomputation change no bit of what stages send in another form,
+/// and it trains nearly as exact messages do.
+#[test]
+fn encoded_activations_have_the_bits_of_any_schedule() {
+    let ways: [&[&str]; 5] = [
+        &["parallel.pipeline_schedule='1f1b'"],
+        &["parallel.pipeline_schedule='gpipe'"],
+        &["parallel.pipeline_schedule='zero_bubble'"],
+        &["parallel.zero_stage=1", "activation_checkpointing.mode='full'"],
+        &["memory.offload.activations='disk'"],
+    ];
+    let codecs: [(&[&str], f64); 5] = [
+        (&["compression.activations='int8'", "precision.compute='f32'"], 0.002),
+        (&["compression.activations='int8'", "precision.compute='bf16'"], 0.002),
+        (&["compression.activations='int8'", "compression.rounding='stochastic'"], 0.004),
+        (&["compression.activations='bf16'", "precision.compute='f32'"], 0.001),
+        (&["compression.activations='int4'", "compression.activation_gradients='int8'"], 0.03),
+    ];
+    for (codec, tolerance) in codecs {
+        let mut reference = None;
+        for way in ways {
+            let sets = [codec, &STAGES, way].concat();
+            let ends = train(&sets, 20);
+            let result = (losses(&ends), weights(&ends));
+            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+            ends.iter().for_each(|end| check_memory(end, &sets));
+        }
+        let others: Vec<&str> = codec.iter().copied().filter(|set| !set.contains("compression")).collect();
+        let exact = train(&[&STAGES[..], &others].concat(), 20);
+        let (ours, _) = reference.unwrap();
+        assert_ne!(ours, losses(&exact), "{codec:?}: nothing was encoded");
+        let mean = |losses: &[f64]| losses[10..].iter().sum::<f64>() / 10.0;
+        let (ours, exact) = (mean(&ours), mean(&losses(&exact)));
+        assert!((ours / exact - 1.0).abs() < tolerance, "{codec:?}: {ours} against {exact}");
+    }
+}
+
+/// A codec of one direction leaves the other alone: with one of gradients the first loss is exact,
+/// with one of outputs alone it is not.
+#[test]
+fn each_direction_between_stages_has_a_codec_of_its_own() {
+    let of = |sets: &[&str]| {
+        let ends = train(&[&STAGES[..], sets].concat(), 2);
+        let sent: Vec<_> = ends[0].program.instructions.iter().chain(&ends[3].program.instructions).collect();
+        let is_encoded = |phase: Phase| {
+            let of_phase = |at: &&&Instruction| matches!(at.action, Action::Send { phase: of, .. } if of == phase);
+            let messages: Vec<_> = sent.iter().filter(of_phase).collect();
+            assert_eq!(messages.len(), 4, "a message for each micro-batch");
+            messages.iter().all(|at| at.sent_bytes(Axis::Pipeline, at.bytes) < at.bytes)
+        };
+        (losses(&ends)[0], weights(&ends), [Phase::Forward, Phase::Backward].map(is_encoded))
+    };
+    let (exact, exact_weights, encoded) = of(&[]);
+    assert_eq!(encoded, [false, false]);
+    let (loss, weights, encoded) = of(&["compression.activation_gradients='int8'"]);
+    assert_eq!((loss, encoded), (exact, [false, true]));
+    assert!(weights != exact_weights);
+    let (loss, _, encoded) = of(&["compression.activations='int8'", "compression.activation_gradients='none'"]);
+    assert!(loss != exact && encoded == [true, false]);
+}
+
+/// Random rounding depends on the step, not on when the run was started.
+#[test]
+fn a_resumed_run_rounds_activations_as_it_would_have() {
+    let folder = tempfile::tempdir().unwrap();
+    let stages = ["parallel.ranks=2", STAGES[1], STAGES[2]];
+    let sets = [&stages[..], &["compression.activations='int8'", "compression.rounding='stochastic'"]].concat();
+    let whole =
+        start(folder.path(), "whole", &[&sets[..], &["training.steps=6", "checkpoint.interval_steps=3"]].concat());
+    let resumed = go_on(folder.path(), "whole", "resumed", 3, &[]);
+    assert!(whole == resumed);
+}
+
 /// Between nodes only: the sum in each node is exact, so two ranks in one node change no bit.
 #[test]
 fn messages_between_replicas_alone_can_be_encoded() {
@@ -328,7 +405,7 @@ fn messages_between_replicas_alone_can_be_encoded() {
 
 #[test]
 fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
-    let cases: [(&[&str], &str); 29] = [
+    let cases: [(&[&str], &str); 34] = [
         (&["parallel.ranks=2", "compression.parameters='int8'"], "nothing is gathered; set parallel.zero_stage = 3"),
         (
             &["parallel.ranks=2", "parallel.zero_stage=3", "compression.parameters='one_bit'"],
@@ -346,6 +423,14 @@ fn keys_that_would_do_nothing_or_do_not_go_together_are_refused() {
                 "training.elastic_bits=true",
             ],
             "training.elastic_bits needs the same on one rank",
+        ),
+        (&["parallel.ranks=2", "compression.activations='int8'"], "the model is not divided into stages"),
+        (&[&STAGES[..], &["compression.activations='top_k'"]].concat(), "the next stage needs all of it"),
+        (&[&STAGES[..], &["compression.activations='bf16'"]].concat(), "stages compute and send 16 bits"),
+        (&[&STAGES[..], &["compression.activation_gradients='one_bit'"]].concat(), "compression.activation_gradients"),
+        (
+            &[&STAGES[..], &["compression.activations='int8'", "training.elastic_bits=true"]].concat(),
+            "changes values where stages meet",
         ),
         (&["compression.gradients='int8'"], "has no effect"),
         (&["parallel.ranks=2", "compression.over='replicas'"], "compression.over has no effect"),

@@ -12,6 +12,7 @@ use trainyard_comm::local;
 use trainyard_engine::EngineError;
 use trainyard_engine::config::{Compute, Resolved};
 use trainyard_engine::predict::predict;
+use trainyard_engine::rank::Compression;
 use trainyard_engine::shape;
 use trainyard_engine::world::run;
 use trainyard_program::runnable;
@@ -92,6 +93,7 @@ fn plan(draw: &mut Draw) -> Vec<String> {
     let codecs = ["'bf16'", "'int8'", "'int4'", "'one_bit'", "'top_k'", "'power_sgd'"];
     if pipeline > 1 {
         sometimes(2, draw, "parallel.pipeline_schedule", &schedules);
+        sometimes(4, draw, "compression.activations", &["'int8'"]);
     }
     if replicate > 1 {
         sometimes(2, draw, "parallel.expert_parallel_degree", &["2", "4"]);
@@ -185,8 +187,10 @@ impl Expected {
 
 /// The difference of a plan's training from what was said of it; None if there is none.
 fn problem(resolved: &Resolved, ends: &[End], expected: f64) -> Option<String> {
-    // Encoded parameters are rounded to 8 bits.
-    let exact = resolved.config.precision.compute == Compute::F32 && resolved.compression.parameters.is_none();
+    // Encoded parameters and activations are rounded to 8 bits.
+    let Compression { parameters, activations, .. } = resolved.compression;
+    let encoded = parameters.is_some() || activations.iter().any(Option::is_some);
+    let exact = resolved.config.precision.compute == Compute::F32 && !encoded;
     let bound = if exact { 1e-4 } else { 3e-2 };
     for (rank, end) in ends.iter().enumerate() {
         for (step, outcome) in end.outcomes.iter().enumerate() {

@@ -175,15 +175,16 @@ impl fmt::Display for Codec {
     }
 }
 
-/// The encoding of the messages of a sum over ranks, or of a gather. Each rank encodes its
-/// contribution; contributions are decoded and added in f32. A sum that is then sent to the other
-/// replicas is encoded once more. Gathered shards are decoded on every rank, their owner included.
+/// The encoding of the messages of a sum over ranks, of a gather, or between pipeline stages. Each
+/// rank encodes its contribution to a sum; contributions are decoded and added in f32. A sum that
+/// is then sent to the other replicas is encoded once more. Gathered shards are decoded on every
+/// rank, their owner included. The stage that receives a message decodes it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Encoding {
     /// The form of the messages.
     pub codec: Codec,
     /// [`Axis::Data`]: both in the shard group and across replicas. [`Axis::Replicate`]: across
-    /// replicas only. [`Axis::Shard`]: in the shard group only.
+    /// replicas only. [`Axis::Shard`]: in the shard group only. [`Axis::Pipeline`]: between stages.
     pub over: Axis,
     /// True if a rank keeps what its messages left out and adds it to the next (error feedback).
     pub feedback: bool,
@@ -208,6 +209,7 @@ impl Encoding {
             (Axis::Data, Axis::Shard | Axis::Replicate)
                 | (Axis::Replicate, Axis::Replicate)
                 | (Axis::Shard, Axis::Shard)
+                | (Axis::Pipeline, Axis::Pipeline)
         )
     }
 }

@@ -606,8 +606,8 @@ impl Instruction {
         self
     }
 
-    /// The message of gathered parameters of `width` bytes each, in the form of `encoding`.
-    pub(crate) fn encoded_parameters(mut self, encoding: Option<Encoding>, width: u32) -> Instruction {
+    /// The message of elements of `width` bytes each, in the form of `encoding`.
+    pub(crate) fn encoded_elements(mut self, encoding: Option<Encoding>, width: u32) -> Instruction {
         self.encoding = encoding.filter(|_| self.bytes > 0);
         self.element_bytes = if self.encoding.is_some() { width } else { 4 };
         self

@@ -18,8 +18,8 @@ use crate::sizes::Sizes;
 use crate::strategy::validate;
 use crate::windows::{GradientSpan, Stay, Window, activation_trips, gradient_spans, gradient_stays, parameter_windows};
 use crate::{
-    Action, Axis, BackwardPart, Extent, Fresh, Instruction, MemoryKind, Mesh, ModelShape, Phase, Placement, Program,
-    ReduceSchedule, Reshard, State, Strategy, StrategyError,
+    Action, Axis, BackwardPart, Codec, Encoding, Extent, Fresh, Instruction, MemoryKind, Mesh, ModelShape, Phase,
+    Placement, Program, ReduceSchedule, Reshard, State, Strategy, StrategyError,
 };
 
 /// Returns the programs of all ranks, whose parts of units are equally large.
@@ -364,8 +364,7 @@ impl<'a> Lowering<'a> {
                 Phase::Backward => (unit, unit + 1),
             };
             let from = self.program.peer(maker);
-            let receive =
-                Instruction::new(Action::Recv { from, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
+            let receive = self.between_stages(Action::Recv { from, unit, micro_batch, phase }, unit, phase);
             let receive = receive.taking(MemoryKind::Communication, self.sizes.sent(unit));
             self.brought[pass].input = Some(self.builder.push(receive, before));
         }
@@ -415,7 +414,7 @@ impl<'a> Lowering<'a> {
         let encoding = self.strategy.gathers.filter(|_| over == shards);
         let message = if over == shards { self.sizes.gathered(unit) } else { full };
         let gather = Instruction::new(Action::Gather { unit, over }).moving(message);
-        let gather = gather.encoded_parameters(encoding, self.strategy.bytes.parameter);
+        let gather = gather.encoded_elements(encoding, self.strategy.bytes.parameter);
         let gather = gather.taking(MemoryKind::Gathered, full - stayed);
         let gather = self.builder.push(gather, before.into_iter().chain(fetched));
         if from_tier {
@@ -565,8 +564,7 @@ impl<'a> Lowering<'a> {
         self.exchanged[phase as usize][place] = exchange;
         if let Some((unit, taker)) = crosses_out(&self.program, &self.passes[at]) {
             let to = self.program.peer(taker);
-            let mut send =
-                Instruction::new(Action::Send { to, unit, micro_batch, phase }).moving(self.sizes.sent(unit));
+            let mut send = self.between_stages(Action::Send { to, unit, micro_batch, phase }, unit, phase);
             if phase == Phase::Backward {
                 send = send.giving_back(MemoryKind::Communication, self.sizes.sent(unit));
             }
@@ -576,6 +574,14 @@ impl<'a> Lowering<'a> {
                 Phase::Backward => self.gradients_sent.push(sent),
             }
         }
+    }
+
+    /// A send or a receive of the output of `unit`, or of that output's gradient.
+    fn between_stages(&self, action: Action, unit: u32, phase: Phase) -> Instruction {
+        let codec = self.strategy.activations[phase as usize];
+        let encoding = codec.map(|codec| Encoding::new(Codec::Blocks(codec), Axis::Pipeline, false));
+        let message = Instruction::new(action).moving(self.sizes.sent(unit));
+        message.encoded_elements(encoding, self.strategy.bytes.parameter)
     }
 
     /// Frees what pass `at` was the last to use for now.

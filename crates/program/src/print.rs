@@ -107,9 +107,10 @@ fn details(instruction: &Instruction) -> String {
     }
     if let Some(encoding) = &instruction.encoding {
         let Encoding { codec, over, feedback, momentum } = encoding;
-        let axis = if *over == Axis::Replicate { Axis::Replicate } else { Axis::Shard };
+        let axis = if *over == Axis::Data { Axis::Shard } else { *over };
         let sent = size(instruction.sent_bytes(axis, instruction.bytes));
-        let over = if *over == Axis::Shard { String::new() } else { unless(*over, Axis::Data) };
+        let alone = matches!(over, Axis::Shard | Axis::Pipeline);
+        let over = if alone { String::new() } else { unless(*over, Axis::Data) };
         let with = match (feedback, momentum) {
             (_, true) => ", with feedback and momentum",
             (true, false) => ", with feedback",

@@ -296,6 +296,8 @@ pub struct Strategy {
     /// The form of sharded parameters while the whole shard group gathers them; None: that in which
     /// forward reads them.
     pub gathers: Option<Encoding>,
+    /// The form of outputs between pipeline stages, and that of their gradients; None: as they are.
+    pub activations: [Option<BlockCodec>; 2],
     /// The form of parameter changes on their way between replicas in an outer step; None: f32.
     pub outer: Option<Encoding>,
     /// True if outer steps have momentum.
@@ -334,6 +336,7 @@ impl Strategy {
             gradients: None,
             warms_up: false,
             gathers: None,
+            activations: [None; 2],
             outer: None,
             outer_momentum: true,
             fragment: None,

@@ -162,8 +162,12 @@ impl Costs {
                 let node = |rank: u32| rank / self.cluster.devices_per_node;
                 // Tensor-parallel ranks with a split sequence send parts. Otherwise each sends a
                 // part, and the parts are gathered.
-                message_s(&self.cluster, &self.constants, bytes, node(program.rank) != node(to))
+                let sent = instruction.sent_bytes(Axis::Pipeline, instruction.bytes) as f64;
+                message_s(&self.cluster, &self.constants, sent, node(program.rank) != node(to))
+                    + self.stream_s(encoding_bytes(program, instruction))
             }
+            // The time on the way is the sender's.
+            Action::Recv { .. } => self.stream_s(encoding_bytes(program, instruction)),
             Action::Exchange { collective, axis, times, .. } => {
                 f64::from(times) * self.exchange_s(mesh, collective, axis, bytes)
             }
@@ -207,11 +211,7 @@ impl Costs {
                 _ => bytes / (self.cluster.device.host_gb_s * 1e9),
             },
             Action::Fold { unit, .. } => self.stream_s(12.0 * self.unit(unit).elements),
-            Action::Load { .. }
-            | Action::Count { .. }
-            | Action::Release { .. }
-            | Action::Recv { .. }
-            | Action::Snapshot => 0.0,
+            Action::Load { .. } | Action::Count { .. } | Action::Release { .. } | Action::Snapshot => 0.0,
         }
     }
 

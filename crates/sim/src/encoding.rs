@@ -16,6 +16,12 @@ pub fn encoding_bytes(program: &Program, instruction: &Instruction) -> f64 {
         let each = width + 8.0 + codec.bytes(1 << 20) as f64 / f64::from(1 << 20);
         return elements * each * (1.0 + 1.0 / shards);
     }
+    if let (Action::Send { .. } | Action::Recv { .. }, Codec::Blocks(_)) = (instruction.action, encoding.codec) {
+        // Elements are widened to f32 and encoded, or decoded and narrowed.
+        let width = f64::from(instruction.element_bytes);
+        return instruction.bytes as f64 / width * (width + 8.0)
+            + instruction.sent_bytes(Axis::Pipeline, instruction.bytes) as f64;
+    }
     let reduces = matches!(instruction.action, Action::Reduce { .. });
     // A reduction's buffer is the whole unit, an outer step's is the part that replicas share.
     let (in_group, elements) = match reduces {
@@ -70,6 +76,23 @@ pub fn encoding_flops(program: &Program, instruction: &Instruction) -> f64 {
 mod tests {
     use super::*;
     use trainyard_program::{Mesh, ModelShape, Strategy, Tier, UnitShape, lower_rank};
+
+    #[test]
+    fn stages_encode_what_they_send_and_decode_what_they_get() {
+        let unit = |name: &str| UnitShape { name: name.into(), output_bytes: 1 << 20, ..UnitShape::default() };
+        let model = ModelShape { units: vec![unit("embedding"), unit("head")], ..ModelShape::default() };
+        let mesh = Mesh { pp: 2, ..Mesh::data(1, 1) };
+        let strategy = Strategy { activations: [Some(BlockCodec::Int4), None], ..Strategy::new(2) };
+        let first = lower_rank(&model, &mesh, &strategy, 0).unwrap();
+        let of = |is: fn(&Action) -> bool| first.instructions.iter().find(|at| is(&at.action)).unwrap();
+        let sends = of(|action| matches!(action, Action::Send { .. }));
+        // 2^19 elements of 2 bytes are read, written and read as f32, and written in 4 bits.
+        let sent = f64::from((1 << 19) / 256 * 130);
+        assert_eq!(encoding_bytes(&first, sends), f64::from(1 << 19) * 10.0 + sent);
+        assert_eq!(sends.sent_bytes(Axis::Pipeline, sends.bytes) as f64, sent);
+        let gets = of(|action| matches!(action, Action::Recv { .. }));
+        assert_eq!((encoding_bytes(&first, gets), gets.sent_bytes(Axis::Pipeline, gets.bytes)), (0.0, 1 << 20));
+    }
 
     #[test]
     fn feedback_and_more_ranks_cost_more_and_no_codec_costs_nothing() {

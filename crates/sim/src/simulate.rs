@@ -289,7 +289,8 @@ impl<'a> Player<'a> {
                 remember(&mut self.recent[1], (span, share));
             }
             Lane::Inner => end = (start + seconds).max(self.host),
-            Lane::Send | Lane::Receive => end = (start + seconds).max(arrival),
+            // A message that has arrived is decoded.
+            Lane::Send | Lane::Receive => end = start.max(arrival) + seconds,
             Lane::Input | Lane::HostIo => end = start + seconds,
         }
         self.time.busy_s[lane as usize] += end - start;

@@ -18,7 +18,9 @@ use anyhow::{Context, Result, bail};
 use keys::settings;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use trainyard_engine::config::{ByteSize, CompressionCodec, Config, ConfigValue, OptimizerName, UpdateRule};
+use trainyard_engine::config::{
+    ByteSize, CompressionCodec, CompressionSection, Config, ConfigValue, OptimizerName, UpdateRule,
+};
 use trainyard_engine::host;
 use trainyard_engine::pretrained::config_text;
 use trainyard_engine::shape::model_spec;
@@ -485,7 +487,8 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
             "the planner of clusters does not count what consolidation.from holds: 8 more bytes a parameter, sharded like the optimizer's state",
         );
     }
-    let codecs = [config.compression.gradients, config.compression.parameters, config.compression.outer];
+    let CompressionSection { gradients, parameters, outer, activations, activation_gradients, .. } = config.compression;
+    let codecs = [gradients, parameters, outer, activations, activation_gradients.unwrap_or(activations)];
     for (is_set, passed_over) in [
         (config.update.rule != UpdateRule::Synchronous, "update.rule: --network compares rules"),
         (codecs.iter().any(|codec| *codec != CompressionCodec::None), "compression: --network compares codecs"),

@@ -225,6 +225,8 @@ impl Resolver {
         let CompressionSection {
             gradients,
             parameters,
+            activations,
+            activation_gradients,
             outer,
             over,
             top_k_density,
@@ -236,9 +238,12 @@ impl Resolver {
             warmup_steps,
         } = section;
         let parameters = self.gathered(parameters, parallel);
+        let between_stages = [activations, activation_gradients.unwrap_or(activations)];
+        let activations = self.between_stages(between_stages, parallel);
         let momentum = self.momentum_correction(parallel);
         let used = [gradients, outer].into_iter().filter(|codec| *codec != CompressionCodec::None).collect::<Vec<_>>();
         let is = |codec: CompressionCodec| used.contains(&codec);
+        let is_anywhere = |codec: CompressionCodec| is(codec) || between_stages.contains(&codec);
         if !is(CompressionCodec::TopK) {
             self.unused("compression.top_k_density", &top_k_density, "no codec is \"top_k\"");
         }
@@ -254,11 +259,12 @@ impl Resolver {
             self.unused("compression.warmup_steps", &warmup_steps, "compression.gradients is \"none\"");
         }
         let by_chance = rounding == RoundingOfCodes::Stochastic;
-        if by_chance && !is(CompressionCodec::Int8) && !is(CompressionCodec::Int4) {
+        if by_chance && !is_anywhere(CompressionCodec::Int8) && !is_anywhere(CompressionCodec::Int4) {
             self.unused("compression.rounding", &Some(()), "only int8 and int4 round by chance");
         }
+        let rounding = if by_chance { CodeRounding::Stochastic } else { CodeRounding::Nearest };
         if used.is_empty() {
-            return Compression { parameters, ..Compression::default() };
+            return Compression { parameters, activations, rounding, ..Compression::default() };
         }
         let density = match is(CompressionCodec::TopK) {
             true => self.settle("compression.top_k_density", &top_k_density, 0.01, "1 % (Lin et al. 2018)"),
@@ -295,7 +301,8 @@ impl Resolver {
             gradients: encoding(gradients).map(of_gradients),
             parameters,
             outer: encoding(outer),
-            rounding: if by_chance { CodeRounding::Stochastic } else { CodeRounding::Nearest },
+            activations,
+            rounding,
             momentum,
         };
         self.check_compression(parallel, apart.is_some(), batch, &compression);
@@ -374,6 +381,47 @@ impl Resolver {
             self.problem("compression.parameters", format!("compression.parameters = \"{codec}\" {problem}"));
         }
         None
+    }
+
+    /// The codecs of outputs between pipeline stages and of their gradients.
+    fn between_stages(&mut self, codecs: [CompressionCodec; 2], parallel: &Parallel) -> [Option<BlockCodec>; 2] {
+        let keys = ["compression.activations", "compression.activation_gradients"];
+        let narrow = self.config.precision.compute != Compute::F32;
+        // A key that is unset says what the first one does, and repeats none of its problems.
+        let own = [true, self.config.compression.activation_gradients.is_some()];
+        let mut found = [None; 2];
+        for (((codec, key), own), found) in codecs.into_iter().zip(keys).zip(own).zip(&mut found) {
+            let block = match codec {
+                CompressionCodec::None => continue,
+                CompressionCodec::Bf16 => Some(BlockCodec::Bf16),
+                CompressionCodec::Int8 => Some(BlockCodec::Int8),
+                CompressionCodec::Int4 => Some(BlockCodec::Int4),
+                CompressionCodec::OneBit | CompressionCodec::TopK | CompressionCodec::PowerSgd => None,
+            };
+            let problem = match block {
+                None => "drops most of a message, and the next stage needs all of it: use \"int8\" or \"int4\"",
+                Some(BlockCodec::Bf16) if narrow => {
+                    "has no effect: stages compute and send 16 bits; use \"int8\" or \"int4\""
+                }
+                Some(_) if parallel.pipeline == 1 => {
+                    "has no effect: the model is not divided into stages; set parallel.pipeline_parallel_degree, or set it to \"none\""
+                }
+                Some(_) if parallel.elastic => {
+                    "changes values where stages meet, and training.elastic_bits needs the same on one rank: set it to \"none\""
+                }
+                Some(_) if matches!(self.config.compute.device, DeviceKind::Cuda(_)) => {
+                    "runs on processors only: set it to \"none\" with compute.device = \"cuda\""
+                }
+                Some(_) => {
+                    *found = block;
+                    continue;
+                }
+            };
+            if own {
+                self.problem(key, format!("{key} = \"{codec}\" {problem}"));
+            }
+        }
+        found
     }
 
     /// Rejects encodings that nothing would use, or that do not go with other settings.

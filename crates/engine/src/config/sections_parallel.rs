@@ -249,8 +249,8 @@ choices! {
 }
 
 section! {
-    /// The form of gradients and of parameter changes while ranks exchange them. Each rank's
-    /// contribution is encoded, and sums are formed in f32. A sum that goes to other replicas is
+    /// The form of gradients, parameters, their changes, and activations while ranks exchange them.
+    /// In sums each rank's contribution is encoded, and sums are formed in f32. A sum that goes to other replicas is
     /// encoded once more.
     CompressionSection = "compression" {
         /// The codec of gradients. It changes the result.
@@ -261,6 +261,12 @@ section! {
         /// exact. It changes the result.
         #[elsewhere("zero_quantized_weights")]
         parameters: CompressionCodec = CompressionCodec::None;
+        /// The codec of what goes from one pipeline stage to the next: `int8`, `int4`, or `bf16`
+        /// where compute is f32. It changes the result.
+        activations: CompressionCodec = CompressionCodec::None;
+        /// The codec of the gradients that go back from a pipeline stage to the one before. Unset:
+        /// that of `activations`.
+        activation_gradients: Option<CompressionCodec> = None;
         /// The codec of parameter changes in outer steps, with `update.rule` `local` or `diloco`.
         /// It changes the result.
         #[elsewhere("should_quantize")]

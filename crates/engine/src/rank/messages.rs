@@ -1,11 +1,12 @@
 //! Values on their way between pipeline stages.
 //!
-//! The compute lane allocates and frees their memory; the send and receive lanes only move bytes. A
-//! value that was sent is kept until the compute lane knows that the send has finished.
+//! The compute lane allocates and frees their memory; the send and receive lanes move bytes, and
+//! encode and decode what travels in another form ([`crate::stages`]). A value that was sent is kept
+//! until the compute lane knows that the send has finished.
 
 use super::step::RunningStep;
 use crate::Result;
-use crate::links::Link;
+use crate::stages::{Carried, StageLink};
 use crate::state::lock;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -58,18 +59,19 @@ impl Messages {
         Ok(Some(value.reshape([rows, value.elements() / rows.max(1)])?))
     }
 
-    /// Runs a send or a receive.
-    pub fn run(&self, program: &Program, action: Action, link: &Link) -> Result<()> {
-        let message = message_of(action).expect("the lanes between stages send and receive");
+    /// Runs a send or a receive of step `step`.
+    pub fn run(&self, program: &Program, instruction: &Instruction, link: &StageLink, step: u64) -> Result<()> {
+        let message = message_of(instruction.action).expect("the lanes between stages send and receive");
         let index = |rank: u32| program.mesh.coordinates(rank).pp as usize;
-        match action {
+        match instruction.action {
             Action::Send { to, .. } => {
                 let value = lock(&self.leaving)[&message].clone();
-                link.send(&value, index(to))
+                let (phase, unit, micro_batch) = message;
+                link.send(&value, index(to), instruction, Carried { phase, unit, micro_batch, step })
             }
             Action::Recv { from, .. } => {
                 let mut value = lock(&self.arriving)[&message].clone();
-                link.receive(&mut value, index(from))
+                link.receive(&mut value, index(from), instruction)
             }
             other => Err(super::cannot(other)),
         }

@@ -53,6 +53,7 @@ use crate::outer::{OuterSettings, OuterStep};
 use crate::positions::{Doing, Positions};
 use crate::precision::LossScaler;
 use crate::server::Worker;
+use crate::stages::StageLink;
 use crate::state::{GradientState, Holding, ParameterState, initial_values, lock};
 use crate::tier::Tiers;
 use crate::{EngineError, Result};
@@ -172,6 +173,8 @@ pub struct Compression {
     pub warmup_steps: u64,
     /// The codec of sharded parameters while the shard group gathers them.
     pub parameters: Option<BlockCodec>,
+    /// The codec of outputs between pipeline stages, and that of their gradients.
+    pub activations: [Option<BlockCodec>; 2],
     /// The encoding of parameter changes in outer steps.
     pub outer: Option<Encoding>,
     /// The rounding between two codes.
@@ -218,6 +221,7 @@ impl Rank {
         settings: &RankSettings,
     ) -> Result<Rank> {
         links.reduce.stage(device, &model, &holding, settings)?;
+        links.pipeline.stage(device, settings)?;
         let outer = apart::outer_step(device, &model, &holding, &links.reduce, settings)?;
         let (compute, constraints) = (settings.compute, settings.constraints);
         constraints.check(&model, &holding)?;
@@ -554,10 +558,10 @@ impl Rank {
                 rank.reduce(number, instruction, step, &mut links)
             })
         });
-        let between_stages = |link: &'_ Link, number: usize, instruction: &Instruction| {
+        let between_stages = |stage: &'_ StageLink, number: usize, instruction: &Instruction| {
             perform(number, instruction, &mut |at| {
-                link.post(at);
-                step.messages().run(program, instruction.action, link)
+                stage.link.post(at);
+                step.messages().run(program, instruction, stage, step.settings().step)
             })
         };
         let links = &rank.pipeline_links;

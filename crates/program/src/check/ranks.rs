@@ -187,7 +187,7 @@ fn agree(programs: &[Program], a: (u32, u32), b: (u32, u32)) -> bool {
         | (
             Action::Recv { unit, micro_batch, phase, .. },
             Action::Send { unit: of, micro_batch: on, phase: during, .. },
-        ) => (unit, micro_batch, phase, a.bytes) == (of, on, during, b.bytes),
+        ) => (unit, micro_batch, phase, a.bytes, a.encoding) == (of, on, during, b.bytes, b.encoding),
         // Pipeline stages compute partial norms over units of their own, tensor-parallel ranks over
         // parts that may differ in size.
         (Action::Clip { axes }, Action::Clip { axes: others }) => axes == others,

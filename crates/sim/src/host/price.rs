@@ -127,7 +127,11 @@ impl<'p> HostPrices<'p> {
             Action::Fetch { .. } | Action::Evict { .. } => {
                 overheads.instruction_s + instruction.bytes as f64 / self.offload_speed(program, instruction.action)
             }
-            Action::Gather { .. } | Action::Reduce { .. } | Action::Outer { .. } => {
+            Action::Gather { .. }
+            | Action::Reduce { .. }
+            | Action::Outer { .. }
+            | Action::Send { .. }
+            | Action::Recv { .. } => {
                 let moves_s = encoding_bytes(program, instruction) / self.speeds.copy_bytes_per_s;
                 overheads.instruction_s + moves_s.max(encoding_flops(program, instruction) / self.speeds.f32_flops)
             }
@@ -227,7 +231,8 @@ impl<'p> HostPrices<'p> {
             Action::Send { to, .. } => {
                 let host = |rank: u32| rank / self.ranks.max(1);
                 let hosts = if host(program.rank) == host(to) { 1 } else { 2 };
-                (self.collective("all_gather", Spread { ranks: 2, hosts }, 2.0 * bytes), 2)
+                let sent = instruction.sent_bytes(Axis::Pipeline, instruction.bytes) as f64;
+                (self.collective("all_gather", Spread { ranks: 2, hosts }, 2.0 * sent), 2)
             }
             _ => (0.0, 0),
         };
