@@ -1,6 +1,7 @@
 //! Differentiation: walks the nodes of a recording from last to first.
 
 use crate::functions::Function;
+use crate::halves::DeferredNode;
 use crate::tape::{Node, Operand, Place, Recording, Saved, Value, Var, in_backward};
 use crate::{AutogradError, GradientTarget, Gradients, Parameter, Parameters, Result};
 use std::collections::BTreeMap;
@@ -86,23 +87,45 @@ impl Recording {
         gradients: &mut dyn Gradients,
     ) -> Result<Vec<Option<Tensor>>> {
         let mut flow = Flow::starting(&self.values, outputs)?;
+        let wanted: Vec<bool> = self.values.iter().map(|value| value.wanted).collect();
+        // Gradients of parameters that wait for the next exchange.
+        let mut waiting: Vec<DeferredNode> = Vec::new();
         while let Some(node) = self.nodes.pop() {
             let outputs = node.output_ids();
+            let begins_exchange = node.function.begins_exchange();
             if outputs.clone().any(|id| flow.gradients[id].is_some()) {
                 let name = node.function.info().name;
+                let waits = node.function.parameters_wait();
                 let mut cx = Backward {
                     parameters,
                     gradients: &mut *gradients,
                     values: &self.values,
                     earlier: &self.nodes,
                     node: &node,
-                    pass: Pass::Whole,
+                    pass: if waits { Pass::Values(&wanted) } else { Pass::Whole },
                     one: self.one.as_ref(),
                     flow: &mut flow,
                 };
                 node.function.backward(&mut cx).map_err(in_backward(name))?;
+                if waits {
+                    let left = cx.flow.left.take();
+                    let rest = cx.rest(left, None).map_err(in_backward(name))?;
+                    let trained = |input: &Operand| match input {
+                        Operand::Param(id) => Ok(parameters.parameter(*id)?.trained),
+                        Operand::Value(_) => Ok(false),
+                    };
+                    let params: Vec<bool> = node.inputs.iter().map(trained).collect::<Result<_>>()?;
+                    if params.contains(&true) {
+                        waiting.push(rest.of(node, params));
+                    }
+                }
             }
             flow.forget(outputs);
+            if begins_exchange || self.nodes.is_empty() {
+                for node in waiting.drain(..) {
+                    node.run(parameters, gradients, self.one.as_ref(), &mut flow)?;
+                }
+            }
         }
         Ok(flow.take(inputs))
     }

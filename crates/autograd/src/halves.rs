@@ -10,7 +10,7 @@
 //! compute. Sums over the paths to a value keep their order, because all paths to it are in the
 //! same half.
 
-use crate::backward::{Flow, Pass};
+use crate::backward::{Flow, Left, Pass};
 use crate::tape::{Node, Operand, Place, Recording, Saved, buffer_bytes, in_backward};
 use crate::{Backward, GradientTarget, Gradients, ParamId, Parameters, Result};
 use trainyard_tensor::Tensor;
@@ -27,7 +27,7 @@ pub struct Deferred {
 }
 
 /// A node whose parameters' gradients are still to be computed. All its saved tensors are here.
-struct DeferredNode {
+pub(crate) struct DeferredNode {
     node: Node,
     /// The inputs whose gradients are to be computed, by index.
     wanted: Vec<bool>,
@@ -36,6 +36,73 @@ struct DeferredNode {
     output_gradients: Option<Vec<Option<Tensor>>>,
     /// True if [`Backward::leave`] chose what is kept.
     left: bool,
+}
+
+/// The needs of a node's second half.
+pub(crate) struct Rest {
+    saved: Vec<Saved>,
+    output_gradients: Option<Vec<Option<Tensor>>>,
+    left: bool,
+}
+
+impl Rest {
+    fn is_empty(&self) -> bool {
+        self.output_gradients.as_ref().is_some_and(|gradients| gradients.iter().all(Option::is_none))
+    }
+
+    /// The second half of `node`, whose `wanted` inputs' gradients are to be computed.
+    pub(crate) fn of(self, mut node: Node, wanted: Vec<bool>) -> DeferredNode {
+        let Rest { saved, output_gradients, left } = self;
+        node.saved = saved;
+        DeferredNode { node, wanted, output_gradients, left }
+    }
+}
+
+impl Backward<'_> {
+    /// The needs of this node's second half, after the first one, which may have `left` fewer
+    /// tensors than all.
+    pub(crate) fn rest(&mut self, left: Option<Left>, output_gradients: Option<Vec<Option<Tensor>>>) -> Result<Rest> {
+        let kept: Vec<usize> = match &left {
+            Some(left) => left.saved.to_vec(),
+            None => (0..self.node.saved.len()).collect(),
+        };
+        let saved = kept.into_iter().map(|index| Ok(Saved::Tensor(self.saved(index)?))).collect::<Result<_>>()?;
+        let (is_left, left) = (left.is_some(), left.map(|left| vec![left.gradient]));
+        Ok(Rest { saved, output_gradients: left.or(output_gradients), left: is_left })
+    }
+}
+
+impl DeferredNode {
+    /// Computes the gradients of what is left. Gradients of outputs that the first half has not
+    /// used are those of `flow`.
+    pub(crate) fn run(
+        self,
+        parameters: &dyn Parameters,
+        gradients: &mut dyn Gradients,
+        one: Option<&Tensor>,
+        flow: &mut Flow,
+    ) -> Result<()> {
+        let DeferredNode { node, wanted, output_gradients, left } = self;
+        let ids = node.output_ids();
+        for (id, gradient) in ids.clone().zip(output_gradients.into_iter().flatten()) {
+            flow.gradients[id] = gradient;
+        }
+        if ids.clone().any(|id| flow.gradients[id].is_some()) {
+            let mut cx = Backward {
+                parameters,
+                gradients,
+                values: &[],
+                earlier: &[],
+                node: &node,
+                pass: Pass::Rest { wanted: &wanted, left },
+                one,
+                flow,
+            };
+            node.function.backward(&mut cx).map_err(in_backward(node.function.info().name))?;
+        }
+        flow.forget(ids);
+        Ok(())
+    }
 }
 
 /// For each value, which leaves its gradient leads to.
@@ -70,7 +137,7 @@ impl Recording {
         // Values that a gradient will reach in the second half.
         let mut reached: Vec<bool> = flow.gradients.iter().map(Option::is_some).collect();
         let mut deferred = Deferred { one: self.one.clone(), ..Deferred::default() };
-        while let Some(mut node) = self.nodes.pop() {
+        while let Some(node) = self.nodes.pop() {
             let ids = node.output_ids();
             let with_gradient = ids.clone().any(|id| flow.gradients[id].is_some());
             let now = node.inputs.iter().any(|input| input.is_value_of(&paths.to_input));
@@ -108,20 +175,9 @@ impl Recording {
                         reached[*id] = true;
                     }
                 }
-                let kept: Vec<usize> =
-                    left.as_ref().map_or_else(|| (0..node.saved.len()).collect(), |left| left.saved.to_vec());
-                let mut saved = Vec::with_capacity(kept.len());
-                for index in kept {
-                    saved.push(Saved::Tensor(cx.saved(index).map_err(in_backward(name))?));
-                }
-                node.saved = saved;
-                let output_gradients = match &left {
-                    Some(left) => Some(vec![left.gradient.clone()]),
-                    None => output_gradients,
-                };
-                let empty = output_gradients.as_ref().is_some_and(|gradients| gradients.iter().all(Option::is_none));
-                if !empty {
-                    deferred.nodes.push(DeferredNode { node, wanted, output_gradients, left: left.is_some() });
+                let rest = cx.rest(left, output_gradients).map_err(in_backward(name))?;
+                if !rest.is_empty() {
+                    deferred.nodes.push(rest.of(node, wanted));
                 }
             }
             if now || !later {
@@ -176,25 +232,8 @@ impl Deferred {
     /// once more, and must have the values that they had in the first half.
     pub fn backward_parameters(self, parameters: &dyn Parameters, gradients: &mut dyn Gradients) -> Result<()> {
         let mut flow = Flow { gradients: self.gradients, ..Flow::default() };
-        for DeferredNode { node, wanted, output_gradients, left } in self.nodes {
-            let ids = node.output_ids();
-            for (id, gradient) in ids.clone().zip(output_gradients.into_iter().flatten()) {
-                flow.gradients[id] = gradient;
-            }
-            if ids.clone().any(|id| flow.gradients[id].is_some()) {
-                let mut cx = Backward {
-                    parameters,
-                    gradients: &mut *gradients,
-                    values: &[],
-                    earlier: &[],
-                    node: &node,
-                    pass: Pass::Rest { wanted: &wanted, left },
-                    one: self.one.as_ref(),
-                    flow: &mut flow,
-                };
-                node.function.backward(&mut cx).map_err(in_backward(node.function.info().name))?;
-            }
-            flow.forget(ids);
+        for node in self.nodes {
+            node.run(parameters, gradients, self.one.as_ref(), &mut flow)?;
         }
         Ok(())
     }

@@ -1,13 +1,13 @@
-//! Backward in two halves: the division of the work, the memory between the halves, and parameters
-//! that plain functions compute with. `table.rs` compares the bits of every row.
+//! Backward in two halves: the division of the work, the memory between the halves, parameters that
+//! plain functions compute with, and gradients that wait for an exchange. `table.rs` compares the bits of every row.
 
 mod common;
 
 use common::*;
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-use trainyard_autograd::functions::LinearOptions;
+use std::sync::{Arc, Mutex};
+use trainyard_autograd::functions::{Direction, InFlight, LinearOptions, RowExchange, Traffic, WeightGradient};
 use trainyard_autograd::{
     Deferred, GradientTarget, Gradients, ParamId, Parameter, Parameters, Place, Policy, Result, Store, Tape,
 };
@@ -16,7 +16,7 @@ use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
 use trainyard_tensor::ops::Segments;
 use trainyard_tensor::ops::fp8::{Scaling, Slot, Slots};
-use trainyard_tensor::{DType, Device, Purpose};
+use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
 fn cpu() -> Device {
     Device::cpu(Isa::detect(), 2, None)
@@ -235,4 +235,99 @@ fn random_sites_continue_on_a_second_tape() {
     assert_eq!(masks, parts);
     assert_eq!((whole.sites(), second.sites()), (3, 3));
     assert!(masks[0] != masks[1] && masks[1] != masks[2]);
+}
+
+/// The events of a pass, in order.
+type Events = Arc<Mutex<Vec<String>>>;
+
+/// A rank alone that exchanges rows with itself. They arrive when somebody waits for them.
+#[derive(Debug)]
+struct Alone(Events);
+
+impl RowExchange for Alone {
+    fn ranks(&self) -> usize {
+        1
+    }
+
+    fn counts(&self, own: &[i32]) -> Result<Vec<i32>> {
+        Ok(own.to_vec())
+    }
+
+    fn rows(&self, from: &Tensor, sends: &[usize], to: &Tensor, receives: &[usize]) -> Result<InFlight> {
+        assert_eq!(sends, receives);
+        self.0.lock().unwrap().push("rows leave".to_owned());
+        let (events, from, mut to) = (Arc::clone(&self.0), from.clone(), to.clone());
+        Ok(Box::new(move || {
+            events.lock().unwrap().push("rows arrive".to_owned());
+            Ok(to.copy_from(&from)?)
+        }))
+    }
+}
+
+/// Notes which parameters are read.
+struct Read<P>(P, Events);
+
+impl<P: Parameters> Parameters for Read<P> {
+    fn parameter(&self, id: ParamId) -> Result<Parameter> {
+        let mut events = self.1.lock().unwrap();
+        let event = format!("reads {}", id.index);
+        if events.last() != Some(&event) {
+            events.push(event);
+        }
+        self.0.parameter(id)
+    }
+}
+
+/// Notes which gradients are computed.
+struct Written<G>(G, Events);
+
+impl<G: Gradients> Gradients for Written<G> {
+    fn target(&mut self, id: ParamId) -> Result<Option<GradientTarget>> {
+        self.1.lock().unwrap().push(format!("gradient {}", id.index));
+        self.0.target(id)
+    }
+}
+
+/// A product of all rows runs while those of experts travel, and so do its backward and the
+/// gradient of the experts' weights. The gradients are those of weights that do not wait.
+#[test]
+fn rows_of_experts_travel_beside_other_products() {
+    let device = cpu();
+    let gradients_of = |when: WeightGradient| {
+        let (mut store, events) = (Store::new(), Events::default());
+        let weights = tensors(&device, &[vec![2 * 6, 8], vec![5, 8]], &[values(96, 1), values(40, 2)]);
+        (0..).zip(weights).for_each(|(index, weight)| store.insert(p(index), weight));
+        let (parameters, sink) = store.split();
+        let parameters = Read(parameters, Arc::clone(&events));
+        let mut tape = Tape::new(&device, &parameters, Policy::Everything, KEY);
+        let x = tape.leaf(tensors(&device, &[vec![7, 8]], &[values(56, 3)]).remove(0));
+        let bounds = device.tensor([3], &[0i32, 3, 7], Purpose::Data).unwrap();
+        let exchange: Arc<dyn RowExchange> = Arc::new(Alone(Arc::clone(&events)));
+        let (traffic, groups) = Traffic::announce(&bounds, 7, Some(&exchange), 1).unwrap();
+        let sent = tape.send_rows(&x, &traffic, Direction::Experts).unwrap();
+        let beside = tape.linear(&x, p(1), LinearOptions::default()).unwrap();
+        let rows = tape.receive_rows(sent).unwrap();
+        let y = tape.ragged_linear(&rows, p(0), &groups, when).unwrap();
+        let forward = std::mem::take(&mut *events.lock().unwrap());
+        let outputs = [&y, &beside].map(|y| {
+            let seed = values(y.tensor().elements(), 5);
+            (Place::from(y), device.tensor(*y.tensor().shape(), &seed, Purpose::Activations).unwrap())
+        });
+        let place = Place::from(&x);
+        drop((x, rows, y, beside));
+        let mut gradients = Written(sink, Arc::clone(&events));
+        let dx = tape.finish().backward_at(&outputs, &[place], &parameters, &mut gradients).unwrap();
+        let backward = std::mem::take(&mut *events.lock().unwrap());
+        let dx = dx[0].as_ref().unwrap().to_f32_vec().unwrap();
+        (forward, backward, dx, [p(0), p(1)].map(|id| store.gradient(id).unwrap().to_f32_vec().unwrap()))
+    };
+    let (forward, backward, dx, dw) = gradients_of(WeightGradient::BesideExchange);
+    assert_eq!(forward, ["rows leave", "reads 1", "rows arrive", "reads 0"]);
+    let at = |event: &str| backward.iter().position(|other| other == event).unwrap_or_else(|| panic!("{event}"));
+    let way = at("rows leave")..at("rows arrive");
+    assert!(way.contains(&at("gradient 0")) && way.contains(&at("gradient 1")), "{backward:?}");
+    let (_, backward, dx_at_once, dw_at_once) = gradients_of(WeightGradient::AtOnce);
+    let at = |event: &str| backward.iter().position(|other| other == event);
+    assert!(at("gradient 0") < at("rows leave"), "{backward:?}");
+    assert_eq!((dx, dw), (dx_at_once, dw_at_once));
 }

@@ -5,7 +5,7 @@ mod common;
 
 use common::*;
 use std::sync::Arc;
-use trainyard_autograd::functions::{Direction, Gains, LinearOptions, RowExchange, Traffic};
+use trainyard_autograd::functions::{Direction, Gains, InFlight, LinearOptions, RowExchange, Traffic, WeightGradient};
 use trainyard_autograd::{Adapter, AdapterOutputs, AutogradError, Policy, Store, TABLE, Tape, Var};
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::attention::AttentionSpec;
@@ -241,7 +241,8 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
     }
 }
 
-const MIXTURE: [&str; 6] = ["router_logits", "route", "dispatch", "exchange_rows", "ragged_linear", "combine"];
+const MIXTURE: [&str; 7] =
+    ["router_logits", "route", "dispatch", "send_rows", "receive_rows", "ragged_linear", "combine"];
 
 /// Two ranks that are one: as many rows as go to a rank come from it, those of the second doubled.
 #[derive(Debug)]
@@ -256,13 +257,15 @@ impl RowExchange for Mirror {
         Ok(own.to_vec())
     }
 
-    fn rows(&self, from: &Tensor, sends: &[usize], to: &mut Tensor, receives: &[usize]) -> Result<(), AutogradError> {
+    fn rows(&self, from: &Tensor, sends: &[usize], to: &Tensor, receives: &[usize]) -> Result<InFlight, AutogradError> {
         assert_eq!(sends, receives);
         let (end, dim) = (sends.iter().sum::<usize>(), from.last_dim());
         let mut values = to.to_f32_vec()?;
         values[..end * dim].copy_from_slice(&from.to_f32_vec()?[..end * dim]);
         values[sends[0] * dim..end * dim].iter_mut().for_each(|value| *value *= 2.0);
-        Ok(to.write(&values)?)
+        // They arrive when somebody waits for them.
+        let mut to = to.clone();
+        Ok(Box::new(move || Ok(to.write(&values)?)))
     }
 }
 
@@ -290,15 +293,17 @@ fn mixture(name: &str, device: &Device) -> Example {
             t.add(&y, &logits)
         }),
         // Of nine rows eight go to four experts on two ranks, and the last is nobody's.
-        "exchange_rows" => example(&[&[9, 6]], &[&[2 * 3, 6]], move |t, x| {
+        "send_rows" | "receive_rows" => example(&[&[9, 6]], &[&[2 * 3, 6]], move |t, x| {
             let bounds = ints(&own, &[0, 2, 5, 5, 8]);
             let mirror: Arc<dyn RowExchange> = Arc::new(Mirror);
             let (traffic, groups) = Traffic::announce(&bounds, 9, Some(&mirror), 2)?;
             assert_eq!((groups.bounds.to_vec::<i32>()?, groups.sources), (vec![0, 2, 5, 5, 8], 2));
-            let rows = t.exchange_rows(&x[0], &traffic, Direction::Experts)?;
+            let sent = t.send_rows(&x[0], &traffic, Direction::Experts)?;
+            let rows = t.receive_rows(sent)?;
             assert_eq!(rows.tensor().rows(), 8);
-            let rows = t.ragged_linear(&rows, p(0), &groups)?;
-            let rows = t.exchange_rows(&rows, &traffic, Direction::Tokens)?;
+            let rows = t.ragged_linear(&rows, p(0), &groups, WeightGradient::BesideExchange)?;
+            let sent = t.send_rows(&rows, &traffic, Direction::Tokens)?;
+            let rows = t.receive_rows(sent)?;
             assert!(rows.tensor().to_f32_vec()?[8 * 3..].iter().all(|value| *value == 0.0));
             Ok(rows)
         }),
@@ -307,8 +312,8 @@ fn mixture(name: &str, device: &Device) -> Example {
             assert!(routes.counts.to_vec::<i32>().unwrap().contains(&0), "no expert is without tokens");
             let rows = t.dispatch(&x[0], &routes)?;
             let groups = Groups::of_one_source(&routes.bounds);
-            let rows = t.ragged_linear(&rows, p(0), &groups)?;
-            let rows = t.ragged_linear(&rows, p(1), &groups)?;
+            let rows = t.ragged_linear(&rows, p(0), &groups, WeightGradient::AtOnce)?;
+            let rows = t.ragged_linear(&rows, p(1), &groups, WeightGradient::AtOnce)?;
             t.combine(&rows, &weights, &routes.places, whole.then_some(&x[0]))
         }),
     }

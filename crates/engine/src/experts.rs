@@ -1,23 +1,29 @@
-//! The rows of experts on their way between the ranks that share them. They travel on the compute
-//! lane, inside the forward or backward that waits for them: through host memory, or by NCCL from
-//! GPU to GPU.
+//! The rows of experts on their way between the ranks that share them: through host memory by a
+//! thread beside the compute lane, or by NCCL from GPU to GPU on the compute lane's stream. The
+//! forward or backward that needs them waits for them.
 
 use crate::links::Link;
-use crate::state::lock;
+use crate::state::{does_not_fit, lock};
 use crate::{EngineError, Result};
 use std::fmt;
-use std::sync::Mutex;
+use std::sync::mpsc::{Sender, channel, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use trainyard_autograd::AutogradError;
-use trainyard_autograd::functions::RowExchange;
+use trainyard_autograd::functions::{InFlight, RowExchange};
 use trainyard_comm::Position;
 use trainyard_tensor::Tensor;
 
 /// The ranks that share the experts of every layer, seen from one of them.
 pub(crate) struct ExpertExchange {
     link: Link,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
+    /// The thread that exchanges rows through host memory. None before the first.
+    carrier: Mutex<Option<Sender<Exchange>>>,
 }
+
+/// An exchange of rows, for the thread that carries them.
+type Exchange = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct State {
@@ -31,7 +37,7 @@ struct State {
 pub struct Traffic {
     /// Bytes of rows sent to other ranks.
     pub sent_bytes: u64,
-    /// Time in exchanges, in which this rank computed nothing.
+    /// Time of waiting for exchanges, in which this rank computed nothing.
     pub time: Duration,
 }
 
@@ -44,7 +50,7 @@ impl fmt::Debug for ExpertExchange {
 impl ExpertExchange {
     /// The exchange over `link`.
     pub fn new(link: Link) -> ExpertExchange {
-        ExpertExchange { link, state: Mutex::default() }
+        ExpertExchange { link, state: Arc::default(), carrier: Mutex::default() }
     }
 
     /// Posts the pass that is about to run, for the other ranks. Counts of rows go through host
@@ -69,19 +75,32 @@ impl ExpertExchange {
         lock(&self.state).failure.take().unwrap_or(error)
     }
 
-    /// Runs an exchange, which sends `bytes` to others.
-    fn run<T>(&self, bytes: usize, exchange: impl FnOnce(&Link) -> Result<T>) -> Result<T, AutogradError> {
-        let began = Instant::now();
-        let done = exchange(&self.link);
-        let mut state = lock(&self.state);
-        state.traffic.time += began.elapsed();
-        state.traffic.sent_bytes += bytes as u64;
-        done.map_err(|error| {
-            let words = error.to_string();
-            state.failure = Some(error);
-            AutogradError::Exchange(words)
-        })
+    /// Hands an exchange to the thread that carries rows.
+    fn carry(&self, exchange: Exchange) -> Result<()> {
+        let mut carrier = lock(&self.carrier);
+        if carrier.is_none() {
+            let (sender, exchanges) = channel::<Exchange>();
+            let carry = move || exchanges.iter().for_each(|exchange| exchange());
+            let spawned = std::thread::Builder::new().name("experts' rows".to_owned()).spawn(carry);
+            spawned.map_err(|error| does_not_fit(format!("no thread for the rows of experts: {error}")))?;
+            *carrier = Some(sender);
+        }
+        let ended = || does_not_fit("the thread that carries the rows of experts has ended");
+        carrier.as_ref().ok_or_else(ended)?.send(exchange).map_err(|_| ended())
     }
+}
+
+/// Waits for `done`, and keeps the time and the failure.
+fn wait<T>(state: &Mutex<State>, done: impl FnOnce() -> Result<T>) -> Result<T, AutogradError> {
+    let began = Instant::now();
+    let done = done();
+    let mut state = lock(state);
+    state.traffic.time += began.elapsed();
+    done.map_err(|error| {
+        let words = error.to_string();
+        state.failure = Some(error);
+        AutogradError::Exchange(words)
+    })
 }
 
 impl RowExchange for ExpertExchange {
@@ -90,13 +109,32 @@ impl RowExchange for ExpertExchange {
     }
 
     fn counts(&self, own: &[i32]) -> Result<Vec<i32>, AutogradError> {
-        self.run(0, |link| link.all_to_all_numbers(own))
+        wait(&self.state, || self.link.all_to_all_numbers(own))
     }
 
-    fn rows(&self, from: &Tensor, sends: &[usize], to: &mut Tensor, receives: &[usize]) -> Result<(), AutogradError> {
+    fn rows(&self, from: &Tensor, sends: &[usize], to: &Tensor, receives: &[usize]) -> Result<InFlight, AutogradError> {
         let stays = sends.get(self.link.index()).copied().unwrap_or(0);
         let row = from.last_dim() * from.dtype().size();
-        let bytes = (sends.iter().sum::<usize>() - stays) * row;
-        self.run(bytes, |link| link.all_to_all_rows(from, sends, to, receives))
+        lock(&self.state).traffic.sent_bytes += ((sends.iter().sum::<usize>() - stays) * row) as u64;
+        let (link, from, to) = (self.link.clone(), from.clone(), to.clone());
+        let (sends, receives) = (sends.to_vec(), receives.to_vec());
+        // It is called once, and drops the tensors when it ends.
+        let exchange = move || {
+            let mut to = to;
+            link.all_to_all_rows(&from, &sends, &mut to, &receives)
+        };
+        if self.link.is_on_device() {
+            wait(&self.state, exchange)?;
+            return Ok(Box::new(|| Ok(())));
+        }
+        let (done, landed) = sync_channel(1);
+        // The exchange, and with it the tensors, is gone when the result is there.
+        let carried = move || drop(done.send(exchange()));
+        wait(&self.state, || self.carry(Box::new(carried)))?;
+        let state = Arc::clone(&self.state);
+        Ok(Box::new(move || {
+            let ended = || does_not_fit("the exchange of experts' rows ended without a result");
+            wait(&state, || landed.recv().map_err(|_| ended())?)
+        }))
     }
 }

@@ -4,7 +4,7 @@
 use super::prelude::*;
 use crate::AutogradError;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trainyard_tensor::ops::experts::{self, BalanceFactors, Groups, Router, Routes};
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -26,17 +26,33 @@ pub struct Dispatch {
     places: Tensor,
 }
 
-/// The way of rows between the ranks that share experts; the input is x.
+/// The begin of the way of rows between the ranks that share experts; the input is x. Backward
+/// waits for the gradient's way back.
 #[derive(Clone, Debug)]
-pub struct ExchangeRows {
-    traffic: Traffic,
-    to: Direction,
+pub struct SendRows {
+    way: Way,
+}
+
+/// The end of it; the input is what was sent. Backward begins the gradient's way back.
+#[derive(Clone, Debug)]
+pub struct ReceiveRows {
+    way: Way,
 }
 
 /// The products of groups of rows; inputs are x, w.
 #[derive(Clone, Debug)]
 pub struct RaggedLinear {
     groups: Groups,
+    weight_gradient: WeightGradient,
+}
+
+/// The time at which backward computes the gradient of the weights of ragged products.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WeightGradient {
+    /// Before that of the rows.
+    AtOnce,
+    /// After that of the rows, while it is on its way to other ranks ([`Tape::receive_rows`]).
+    BesideExchange,
 }
 
 /// Weighted sums of experts' rows; inputs are rows, weights, and the residual where present.
@@ -58,13 +74,18 @@ pub trait RowExchange: Send + Sync + fmt::Debug {
     /// The exchange failed.
     fn counts(&self, own: &[i32]) -> Result<Vec<i32>>;
 
-    /// Sends the next `sends[j]` rows of `from` to each rank j, and receives `receives[j]` rows
-    /// from it into the next rows of `to`. Rows of both behind these are left alone.
+    /// Begins to send the next `sends[j]` rows of `from` to each rank j, and to receive
+    /// `receives[j]` rows from it into the next rows of `to`. Rows of both behind these are left
+    /// alone. The result waits for the end; before, `from` must not be changed and `to` not be
+    /// used. The exchange holds neither of them after it.
     ///
     /// # Errors
-    /// The exchange failed.
-    fn rows(&self, from: &Tensor, sends: &[usize], to: &mut Tensor, receives: &[usize]) -> Result<()>;
+    /// The exchange failed, now or at its end.
+    fn rows(&self, from: &Tensor, sends: &[usize], to: &Tensor, receives: &[usize]) -> Result<InFlight>;
 }
+
+/// Waits for the end of an exchange that has begun.
+pub type InFlight = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// The side that rows go to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -144,23 +165,75 @@ impl Traffic {
         Ok((traffic, Groups { bounds, sources: ranks }))
     }
 
-    /// The rows of `from` on the other side. Rows that nobody sends are zeros.
-    fn run(&self, from: &Tensor, to: Direction) -> Result<Tensor> {
+    /// Begins to bring the rows of `from` to the other side. Rows that nobody sends are zeros.
+    fn begin(&self, from: &Tensor, to: Direction) -> Result<(Tensor, Option<InFlight>)> {
         let (rows, sends, receives) = match to {
             Direction::Experts => (self.rows[1], &self.sends, &self.receives),
             Direction::Tokens => (self.rows[0], &self.receives, &self.sends),
         };
         let device: &Device = from.device();
-        let mut arrived = device.empty([rows, from.last_dim()], from.dtype(), Purpose::Activations)?;
-        if let Some(exchange) = &self.exchange {
-            let end: usize = receives.iter().sum();
-            if end < rows {
-                arrived.narrow(end..rows)?.fill_zero()?;
-            }
-            exchange.rows(from, sends, &mut arrived, receives)?;
+        let arrived = device.empty([rows, from.last_dim()], from.dtype(), Purpose::Activations)?;
+        let Some(exchange) = &self.exchange else { return Ok((arrived, None)) };
+        let end: usize = receives.iter().sum();
+        if end < rows {
+            arrived.narrow(end..rows)?.fill_zero()?;
         }
-        Ok(arrived)
+        let in_flight = exchange.rows(from, sends, &arrived, receives)?;
+        Ok((arrived, Some(in_flight)))
     }
+}
+
+/// One way of rows of a micro-batch, and of their gradient back. At most one of the two is under
+/// way.
+#[derive(Clone)]
+struct Way {
+    traffic: Traffic,
+    to: Direction,
+    under_way: Arc<Mutex<Option<UnderWay>>>,
+}
+
+/// An exchange that has begun. It keeps what is sent, so that memory does not depend on how fast
+/// it travels.
+struct UnderWay {
+    _sent: Tensor,
+    in_flight: Option<InFlight>,
+}
+
+impl fmt::Debug for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} {:?}", self.traffic, self.to)
+    }
+}
+
+impl Way {
+    fn begin(&self, from: &Tensor, to: Direction) -> Result<Tensor> {
+        let (arriving, in_flight) = self.traffic.begin(from, to)?;
+        *self.slot() = Some(UnderWay { _sent: from.clone(), in_flight });
+        Ok(arriving)
+    }
+
+    fn end(&self) -> Result<()> {
+        let under_way = self.slot().take();
+        under_way.and_then(|under_way| under_way.in_flight).map_or(Ok(()), |wait| wait())
+    }
+
+    fn slot(&self) -> MutexGuard<'_, Option<UnderWay>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn back(&self) -> Direction {
+        match self.to {
+            Direction::Experts => Direction::Tokens,
+            Direction::Tokens => Direction::Experts,
+        }
+    }
+}
+
+/// Rows on their way to other ranks, for [`Tape::receive_rows`].
+pub struct SentRows {
+    /// The memory in which they arrive.
+    arriving: Var,
+    way: Way,
 }
 
 impl Tape<'_> {
@@ -202,22 +275,34 @@ impl Tape<'_> {
         self.record_one(function, &[x.into()], y, |tape| vec![tape.save(x)])
     }
 
-    /// The rows of x [r, d] on the side of experts or of tokens: those that the ranks of `traffic`
-    /// send.
-    ///
-    /// # Errors
-    /// The exchange failed.
-    pub fn exchange_rows(&mut self, x: &Var, traffic: &Traffic, to: Direction) -> Result<Var> {
-        let y = traffic.run(x.tensor(), to)?;
-        let function = ExchangeRows { traffic: traffic.clone(), to };
-        self.record_one(function, &[x.into()], y, |_| Vec::new())
+    /// Begins to bring rows to the other side. What is recorded until [`Tape::receive_rows`] runs
+    /// while they travel, and so do their gradients in backward.
+    pub fn send_rows(&mut self, x: &Var, traffic: &Traffic, to: Direction) -> Result<SentRows> {
+        let way = Way { traffic: traffic.clone(), to, under_way: Arc::default() };
+        let arriving = way.begin(x.tensor(), to)?;
+        let arriving = self.record_one(SendRows { way: way.clone() }, &[x.into()], arriving, |_| Vec::new())?;
+        Ok(SentRows { arriving, way })
+    }
+
+    /// Waits for rows: [r, d] on the side of experts, [m k, d] on that of tokens. Rows that nobody
+    /// sent are zeros.
+    pub fn receive_rows(&mut self, SentRows { arriving, way }: SentRows) -> Result<Var> {
+        way.end()?;
+        let arrived = arriving.tensor().clone();
+        self.record_one(ReceiveRows { way }, &[(&arriving).into()], arrived, |_| Vec::new())
     }
 
     /// `x w[e]ᵀ` for the rows of each expert e: x [r, k], w [E n, k], result [r, n].
-    pub fn ragged_linear(&mut self, x: &Var, w: ParamId, groups: &Groups) -> Result<Var> {
+    pub fn ragged_linear(
+        &mut self,
+        x: &Var,
+        w: ParamId,
+        groups: &Groups,
+        weight_gradient: WeightGradient,
+    ) -> Result<Var> {
         let weight = self.parameter(w)?;
         let y = experts::ragged_linear(x.tensor(), &weight.value, groups)?;
-        let function = RaggedLinear { groups: groups.clone() };
+        let function = RaggedLinear { groups: groups.clone(), weight_gradient };
         self.record_one(function, &[x.into(), w.into()], y, |tape| vec![tape.save(x)])
     }
 
@@ -285,16 +370,30 @@ impl Differentiable for Dispatch {
     }
 }
 
-impl Differentiable for ExchangeRows {
+impl Differentiable for SendRows {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
+        self.way.end()?;
+        cx.add_gradient(0, dy)
+    }
+}
+
+impl Differentiable for ReceiveRows {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
         // All ranks come here, whatever gradients they want.
-        let to = match self.to {
-            Direction::Experts => Direction::Tokens,
-            Direction::Tokens => Direction::Experts,
-        };
-        let dx = self.traffic.run(&dy, to)?;
-        cx.add_gradient(0, dx)
+        let dx = self.way.begin(&dy, self.way.back())?;
+        match cx.wants(0)? {
+            true => cx.add_gradient(0, dx),
+            // Backward does not come to the begin.
+            false => self.way.end(),
+        }
+    }
+}
+
+impl RaggedLinear {
+    pub(super) fn waits(&self) -> bool {
+        self.weight_gradient == WeightGradient::BesideExchange
     }
 }
 

@@ -23,7 +23,7 @@ mod pointwise;
 mod relative;
 
 pub use adapter::{NORM_MIN, norms_of_squares, row_norms, row_squares};
-pub use experts::{Direction, RowExchange, Traffic};
+pub use experts::{Direction, InFlight, RowExchange, SentRows, Traffic, WeightGradient};
 pub use linear::LinearOptions;
 pub use norm::Gains;
 
@@ -139,7 +139,8 @@ functions! {
     RouterLogits(experts::RouterLogits):        "router_logits",        "x",                                 "2 m E d; 4 m E d",         kept;
     Route(experts::Route):                      "route",                "logits, choices, counts",           "8 m E; 20 m E",            kept;
     Dispatch(experts::Dispatch):                "dispatch",             "x",                                 "0; m k d",                 recomputed;
-    ExchangeRows(experts::ExchangeRows):        "exchange_rows",        "nothing",                           "0; 0",                     kept;
+    SendRows(experts::SendRows):                "send_rows",            "nothing",                           "0; 0",                     kept;
+    ReceiveRows(experts::ReceiveRows):          "receive_rows",         "nothing",                           "0; 0",                     kept;
     RaggedLinear(experts::RaggedLinear):        "ragged_linear",        "x",                                 "2 m n k; 4 m n k",         kept;
     Combine(experts::Combine):                  "combine",              "rows, weights",                     "2 m k d; 3 m k d",         kept;
     // The plain functions, n elements of the operand, one row for each kind.
@@ -165,6 +166,18 @@ functions! {
     Matmul(plain::product::Matmul):             "matmul",               "a, b",                              "2 m n k; 4 m n k",         kept;
     MseLoss(plain::loss::MseLoss):              "mse_loss",             "a, b",                              "3 n; 2 n each",            kept;
     CrossEntropy(plain::loss::CrossEntropy):    "cross_entropy",        "x, log-sum-exp",                    "20 n; 20 n",               kept;
+}
+
+impl Function {
+    /// True if its backward begins an exchange, which runs beside what comes next.
+    pub(crate) fn begins_exchange(&self) -> bool {
+        matches!(self, Function::ReceiveRows(_))
+    }
+
+    /// True if the gradients of its parameters are computed beside the next exchange.
+    pub(crate) fn parameters_wait(&self) -> bool {
+        matches!(self, Function::RaggedLinear(products) if products.waits())
+    }
 }
 
 /// The imports of every function file.

@@ -6,7 +6,9 @@
 //! capacity. Shared experts see every token (Dai et al. 2024).
 //!
 //! Where ranks divide the experts, rows go to the rank of their expert before the products, and
-//! come back after them.
+//! come back after them. The shared experts compute while they travel, one product for each way. In
+//! backward the gradients of rows travel beside the same products, and beside the weight gradients
+//! of the experts' first product.
 
 use crate::Result;
 use crate::families::Parameters;
@@ -14,7 +16,7 @@ use crate::parameter::{Init, ParameterKind, ParameterSpec};
 use crate::spec::{ExpertsSpec, Gate};
 use crate::split::ExpertSplit;
 use crate::unit::{Forward, Output};
-use trainyard_autograd::functions::{Direction, LinearOptions, Traffic};
+use trainyard_autograd::functions::{Direction, LinearOptions, Traffic, WeightGradient};
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_tensor::ops::experts::{self, BalanceFactors, Groups, Router, Routes};
 
@@ -89,28 +91,41 @@ impl Experts {
     /// `residual + experts(h)`: h and the result [m, d].
     pub fn forward(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, h: &Var, residual: Option<&Var>) -> Result<Var> {
         let (weights, routes) = self.route(tape, cx, h)?;
-        let shared = self.shared.map(|shared| shared_experts(tape, shared, h, residual)).transpose()?;
-        let residual = shared.as_ref().or(residual);
         let rows = tape.dispatch(h, &routes)?;
-        let rows = if self.held.ranks == 1 {
-            self.products(tape, rows, &Groups::of_one_source(&routes.bounds))?
+        let widen = |tape: &mut Tape<'_>| self.shared.map(|[up, _]| shared_experts(tape, up, h)).transpose();
+        let narrow = |tape: &mut Tape<'_>, wide: Option<Var>| match (self.shared, wide) {
+            (Some([_, down]), Some(wide)) => {
+                Ok(Some(tape.linear(&wide, down, LinearOptions { residual, ..LinearOptions::default() })?))
+            }
+            _ => Ok::<_, crate::ModelError>(None),
+        };
+        // The order is that of ranks that exchange rows, so sums of gradients have their bits.
+        let (rows, shared) = if self.held.ranks == 1 {
+            let wide = widen(tape)?;
+            let rows = self.products(tape, rows, &Groups::of_one_source(&routes.bounds), WeightGradient::AtOnce)?;
+            (rows, narrow(tape, wide)?)
         } else {
             let (exchange, ranks) = (cx.experts.as_ref(), self.held.ranks);
             let (traffic, groups) = Traffic::announce(&routes.bounds, rows.tensor().rows(), exchange, ranks)?;
-            let arrived = tape.exchange_rows(&rows, &traffic, Direction::Experts)?;
+            let sent = tape.send_rows(&rows, &traffic, Direction::Experts)?;
             drop(rows);
-            let rows = self.products(tape, arrived, &groups)?;
-            tape.exchange_rows(&rows, &traffic, Direction::Tokens)?
+            let wide = widen(tape)?;
+            let arrived = tape.receive_rows(sent)?;
+            let rows = self.products(tape, arrived, &groups, WeightGradient::BesideExchange)?;
+            let sent = tape.send_rows(&rows, &traffic, Direction::Tokens)?;
+            drop(rows);
+            let shared = narrow(tape, wide)?;
+            (tape.receive_rows(sent)?, shared)
         };
-        Ok(tape.combine(&rows, &weights, &routes.places, residual)?)
+        Ok(tape.combine(&rows, &weights, &routes.places, shared.as_ref().or(residual))?)
     }
 
     /// The experts on rows in `groups`.
-    fn products(&self, tape: &mut Tape<'_>, rows: Var, groups: &Groups) -> Result<Var> {
-        let wide = tape.ragged_linear(&rows, self.up, groups)?;
+    fn products(&self, tape: &mut Tape<'_>, rows: Var, groups: &Groups, of_up: WeightGradient) -> Result<Var> {
+        let wide = tape.ragged_linear(&rows, self.up, groups, of_up)?;
         drop(rows);
         let wide = tape.swiglu(&wide)?;
-        Ok(tape.ragged_linear(&wide, self.down, groups)?)
+        Ok(tape.ragged_linear(&wide, self.down, groups, WeightGradient::AtOnce)?)
     }
 
     /// The ways of the tokens of the micro-batch.
@@ -136,9 +151,8 @@ impl Experts {
     }
 }
 
-/// `residual + down(swiglu(up(h)))`
-fn shared_experts(tape: &mut Tape<'_>, [up, down]: [ParamId; 2], h: &Var, residual: Option<&Var>) -> Result<Var> {
+/// `swiglu(up(h))`
+fn shared_experts(tape: &mut Tape<'_>, up: ParamId, h: &Var) -> Result<Var> {
     let wide = tape.linear(h, up, LinearOptions::default())?;
-    let wide = tape.swiglu(&wide)?;
-    Ok(tape.linear(&wide, down, LinearOptions { residual, ..LinearOptions::default() })?)
+    Ok(tape.swiglu(&wide)?)
 }
