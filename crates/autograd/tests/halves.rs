@@ -1,5 +1,6 @@
 //! Backward in two halves: the division of the work, the memory between the halves, parameters that
-//! plain functions compute with, and gradients that wait for an exchange. `table.rs` compares the bits of every row.
+//! plain functions compute with, and gradients that wait for an exchange. `table.rs` compares the
+//! bits of every row.
 
 mod common;
 

@@ -316,7 +316,7 @@ fn outer_parameters_lack_what_low_rank_factors_left_out() {
     assert!(distance < 1e-7, "{distance:e} between one rank and two ranks of a replica");
 }
 
-/// What stages send each other: the pipeline, and the codec of activations.
+/// Two data ranks of two pipeline stages each.
 const STAGES: [&str; 3] = ["parallel.ranks=4", "parallel.pipeline_parallel_degree=2", "training.accumulation_steps=4"];
 
 /// Orders of passes, sharding and recomputation change no bit of what stages send in another form,

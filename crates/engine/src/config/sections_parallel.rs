@@ -250,8 +250,8 @@ choices! {
 
 section! {
     /// The form of gradients, parameters, their changes, and activations while ranks exchange them.
-    /// In sums each rank's contribution is encoded, and sums are formed in f32. A sum that goes to other replicas is
-    /// encoded once more.
+    /// In sums each rank's contribution is encoded, and sums are formed in f32. A sum that goes to
+    /// other replicas is encoded once more.
     CompressionSection = "compression" {
         /// The codec of gradients. It changes the result.
         #[elsewhere("zero_quantized_gradients", "ddp_comm_hook", "communication_hook", "comm_backend_name")]

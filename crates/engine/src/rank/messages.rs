@@ -1,8 +1,8 @@
 //! Values on their way between pipeline stages.
 //!
 //! The compute lane allocates and frees their memory; the send and receive lanes move bytes, and
-//! encode and decode what travels in another form ([`crate::stages`]). A value that was sent is kept
-//! until the compute lane knows that the send has finished.
+//! encode and decode what travels in another form ([`crate::stages`]). A value that was sent is
+//! kept until the compute lane knows that the send has finished.
 
 use super::step::RunningStep;
 use crate::Result;
