@@ -59,6 +59,25 @@ pub enum CodeRounding {
     Stochastic,
 }
 
+impl CodeRounding {
+    /// The rounding of a message from its element `first` on.
+    pub(crate) fn of(self, key: [u32; 2], first: usize) -> Rounding {
+        match self {
+            CodeRounding::Nearest => Rounding::Nearest,
+            CodeRounding::Stochastic => Rounding::Stochastic { key, first: first as u64 },
+        }
+    }
+}
+
+/// The key of random rounding: a function of the run's seed and of what is rounded when. The words
+/// of `site` name the message within the step. The last two bits of the second are those of
+/// [`ResidualOf`] for sums, and 3 for other messages.
+pub(crate) fn rounding_key(seed: u64, step: u64, [unit, what, rank]: [u32; 3]) -> [u32; 2] {
+    let site = [unit, what, rank, step as u32];
+    let [a, b, ..] = philox4x32(site, [seed as u32, (seed >> 32) as u32 ^ (step >> 32) as u32]);
+    [a, b]
+}
+
 /// Momentum correction of gradients in the form of `top_k` (Lin et al. 2018, Section 3).
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct MomentumCorrection {
@@ -354,11 +373,8 @@ impl EncodedSums {
                 })
             })????);
         }
-        let (codec, by_chance) = (self.codec, self.rounding == CodeRounding::Stochastic);
-        let rounding = |first: usize| match by_chance {
-            true => Rounding::Stochastic { key, first: first as u64 },
-            false => Rounding::Nearest,
-        };
+        let codec = self.codec;
+        let rounding = |first: usize| self.rounding.of(key, first);
         let run = |values: &[f32], residual: Option<&mut [f32]>, message: &mut [u8]| {
             encode_on_all_threads(cpu, codec, values, residual, &rounding, message);
         };
@@ -376,11 +392,8 @@ impl EncodedSums {
         Ok(values.with_data(with)???)
     }
 
-    /// The key of random rounding: a function of the run's seed and of what is rounded when.
     fn key(&self, unit: usize, of: ResidualOf, rank: usize, at: Moment) -> [u32; 2] {
-        let site = [unit as u32, of as u32 | at.turn << 2, rank as u32, at.step as u32];
-        let [a, b, ..] = philox4x32(site, [self.seed as u32, (self.seed >> 32) as u32 ^ (at.step >> 32) as u32]);
-        [a, b]
+        rounding_key(self.seed, at.step, [unit as u32, of as u32 | at.turn << 2, rank as u32])
     }
 }
 

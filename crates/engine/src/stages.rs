@@ -5,14 +5,14 @@
 //! passes of other micro-batches.
 
 use crate::Result;
-use crate::encoded::{CodeRounding, decode_sum, encode_on_all_threads};
+use crate::encoded::{CodeRounding, decode_sum, encode_on_all_threads, rounding_key};
 use crate::exchange::Link;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
 use std::sync::Mutex;
-use trainyard_base::{lock, philox4x32};
-use trainyard_comm::codec::{Rounding, encoded_bytes};
-use trainyard_program::{Axis, BlockCodec, Codec, Instruction, Lane, Phase, Program};
+use trainyard_base::lock;
+use trainyard_comm::codec::encoded_bytes;
+use trainyard_program::{BlockCodec, Codec, Instruction, Lane, Phase, Program};
 use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
 /// The link of one of the two lanes between stages.
@@ -102,18 +102,17 @@ impl StageLink {
         };
         let Some(cpu) = device.as_cpu() else { return Ok(()) };
         let memory = lock(&buffers.memory);
-        let (values, mut message) = parts(&memory, codec, instruction)?;
+        let (values, mut message) = parts(&memory, instruction)?;
         let elements = value.elements();
         ops::cast_into(&value.reshape([elements])?, &mut values.view(0, [elements])?)?;
         let padding = values.elements() - elements;
         if padding > 0 {
             values.view(elements, [padding])?.fill_zero()?;
         }
-        let key = buffers.key(self.rank, at);
-        let rounding = |first: usize| match buffers.rounding {
-            CodeRounding::Nearest => Rounding::Nearest,
-            CodeRounding::Stochastic => Rounding::Stochastic { key, first: first as u64 },
-        };
+        let Carried { phase, unit, micro_batch, step } = at;
+        let site = [unit, 3 | (phase as u32) << 2 | micro_batch << 3, self.rank];
+        let key = rounding_key(buffers.seed, step, site);
+        let rounding = |first: usize| buffers.rounding.of(key, first);
         values.with_data(|values: &[f32]| {
             message.overwrite_bytes(|message| encode_on_all_threads(cpu, codec, values, None, &rounding, message))
         })??;
@@ -128,7 +127,7 @@ impl StageLink {
         };
         let Some(cpu) = device.as_cpu() else { return Ok(()) };
         let memory = lock(&buffers.memory);
-        let (mut values, mut message) = parts(&memory, codec, instruction)?;
+        let (mut values, mut message) = parts(&memory, instruction)?;
         self.link.receive(&mut message, from)?;
         decode_sum(cpu, codec, &message, 1, &mut values)?;
         let elements = value.elements();
@@ -136,20 +135,8 @@ impl StageLink {
     }
 }
 
-impl Buffers {
-    /// The key of random rounding: a function of the run's seed and of what is rounded when.
-    fn key(&self, rank: u32, Carried { phase, unit, micro_batch, step }: Carried) -> [u32; 2] {
-        // Sums over ranks have other second words (`ResidualOf`).
-        let site = [unit, 3 | (phase as u32) << 2 | micro_batch << 3, rank, step as u32];
-        let [a, b, ..] = philox4x32(site, [self.seed as u32, (self.seed >> 32) as u32 ^ (step >> 32) as u32]);
-        [a, b]
-    }
-}
-
 /// The parts of a lane's buffers that a message takes: its elements and its words.
-fn parts(memory: &[Tensor; 2], codec: BlockCodec, instruction: &Instruction) -> Result<(Tensor, Tensor)> {
-    let Extent { elements, .. } = Extent::of(instruction);
-    let bytes = instruction.sent_bytes(Axis::Pipeline, instruction.bytes) as usize;
-    debug_assert_eq!(bytes, encoded_bytes(codec, elements));
+fn parts(memory: &[Tensor; 2], instruction: &Instruction) -> Result<(Tensor, Tensor)> {
+    let Extent { elements, bytes } = Extent::of(instruction);
     Ok((memory[0].view(0, [elements])?, memory[1].view(0, [bytes / 2])?))
 }

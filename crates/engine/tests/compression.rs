@@ -40,6 +40,29 @@ fn mean_loss(ends: &[End], last: usize) -> f64 {
     losses[losses.len() - last..].iter().sum::<f64>() / last as f64
 }
 
+/// Trains with the settings `base` in several ways, which end with the same bits and take the
+/// predicted memory, and gives the losses.
+fn same_in_all_ways(base: &[&str], ways: &[&[&str]], steps: u64) -> Vec<f64> {
+    let mut reference = None;
+    for way in ways {
+        let sets = [base, way].concat();
+        let ends = train(&sets, steps);
+        let result = (losses(&ends), weights(&ends));
+        assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
+        ends.iter().for_each(|end| check_memory(end, &sets));
+    }
+    reference.expect("at least one way").0
+}
+
+/// Losses are not those of exact messages, and their mean from step 10 on is near.
+fn assert_nearly_exact(ours: &[f64], exact: &[End], tolerance: f64, what: &str) {
+    let exact = losses(exact);
+    assert_ne!(ours, exact, "{what}: nothing was encoded");
+    let mean = |losses: &[f64]| losses[10..].iter().sum::<f64>() / (losses.len() - 10) as f64;
+    let (ours, exact) = (mean(ours), mean(&exact));
+    assert!((ours / exact - 1.0).abs() < tolerance, "{what}: {ours} against {exact}");
+}
+
 /// Stages of sharding change no bit, nor do prefetching, resharding and checkpointing.
 #[test]
 fn what_is_sharded_changes_no_bit_of_encoded_gradients() {
@@ -51,14 +74,7 @@ fn what_is_sharded_changes_no_bit_of_encoded_gradients() {
     ];
     for replicas in ["parallel.data_parallel_replicate_degree=1", "parallel.data_parallel_replicate_degree=2"] {
         for codec in CODECS {
-            let mut reference = None;
-            for way in ways {
-                let sets = [codec, way, &["parallel.ranks=4", replicas, "precision.compute='f32'"]].concat();
-                let ends = train(&sets, 3);
-                let result = (losses(&ends), weights(&ends));
-                assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
-                ends.iter().for_each(|end| check_memory(end, &sets));
-            }
+            same_in_all_ways(&[codec, &["parallel.ranks=4", replicas, "precision.compute='f32'"]].concat(), &ways, 3);
         }
     }
 }
@@ -80,20 +96,10 @@ fn encoded_parameters_have_the_bits_of_any_number_of_shards() {
     {
         let base =
             ["parallel.ranks=4", "parallel.zero_stage=3", &format!("precision.compute='{compute}'")].map(str::to_owned);
-        let (codec, mut reference) = (format!("compression.parameters='{codec}'"), None);
+        let codec = format!("compression.parameters='{codec}'");
         let base: Vec<&str> = base.iter().map(String::as_str).collect();
-        for way in ways {
-            let sets = [&base[..], &[&codec], way].concat();
-            let ends = train(&sets, 20);
-            let result = (losses(&ends), weights(&ends));
-            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
-            ends.iter().for_each(|end| check_memory(end, &sets));
-        }
-        let (exact, (ours, _)) = (train(&base, 20), reference.unwrap());
-        assert_ne!(ours, losses(&exact), "{codec}: nothing was encoded");
-        let mean = |losses: &[f64]| losses[10..].iter().sum::<f64>() / 10.0;
-        let (ours, exact) = (mean(&ours), mean(&losses(&exact)));
-        assert!((ours / exact - 1.0).abs() < tolerance, "{codec} {compute}: {ours} against {exact}");
+        let ours = same_in_all_ways(&[&base[..], &[&codec]].concat(), &ways, 20);
+        assert_nearly_exact(&ours, &train(&base, 20), tolerance, &codec);
     }
 }
 
@@ -254,14 +260,8 @@ fn gradients_of_a_warm_up_have_momentum() {
 #[test]
 fn what_is_sharded_changes_no_bit_of_velocities() {
     for replicas in ["parallel.data_parallel_replicate_degree=1", "parallel.data_parallel_replicate_degree=2"] {
-        let mut reference = None;
-        for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
-            let sets = [MOMENTUM, &["parallel.ranks=4", replicas, stage]].concat();
-            let ends = train(&sets, 4);
-            let result = (losses(&ends), weights(&ends));
-            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
-            ends.iter().for_each(|end| check_memory(end, &sets));
-        }
+        let stages: [&[&str]; 3] = [&["parallel.zero_stage=1"], &["parallel.zero_stage=2"], &["parallel.zero_stage=3"]];
+        same_in_all_ways(&[MOMENTUM, &["parallel.ranks=4", replicas]].concat(), &stages, 4);
     }
 }
 
@@ -338,21 +338,10 @@ fn encoded_activations_have_the_bits_of_any_schedule() {
         (&["compression.activations='int4'", "compression.activation_gradients='int8'"], 0.03),
     ];
     for (codec, tolerance) in codecs {
-        let mut reference = None;
-        for way in ways {
-            let sets = [codec, &STAGES, way].concat();
-            let ends = train(&sets, 20);
-            let result = (losses(&ends), weights(&ends));
-            assert!(*reference.get_or_insert_with(|| result.clone()) == result, "{sets:?}");
-            ends.iter().for_each(|end| check_memory(end, &sets));
-        }
+        let ours = same_in_all_ways(&[codec, &STAGES].concat(), &ways, 20);
         let others: Vec<&str> = codec.iter().copied().filter(|set| !set.contains("compression")).collect();
         let exact = train(&[&STAGES[..], &others].concat(), 20);
-        let (ours, _) = reference.unwrap();
-        assert_ne!(ours, losses(&exact), "{codec:?}: nothing was encoded");
-        let mean = |losses: &[f64]| losses[10..].iter().sum::<f64>() / 10.0;
-        let (ours, exact) = (mean(&ours), mean(&losses(&exact)));
-        assert!((ours / exact - 1.0).abs() < tolerance, "{codec:?}: {ours} against {exact}");
+        assert_nearly_exact(&ours, &exact, tolerance, &codec.join(" "));
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::error::{Origin, Problems};
 use super::mistaken;
-use super::nearest::nearest;
+use super::nearest::{distance, nearest};
 use super::presets::{self, PRESETS};
 use super::recipes::{self, RECIPES};
 use super::{Config, ConfigError, Key};
@@ -171,9 +171,15 @@ impl Config {
         let known_section = inside.and_then(|section| sections.iter().find(|(known, _)| *known == section));
 
         // Exact matches come before near ones, and keys of the section that was written before
-        // others.
+        // others. One wrong letter there is likelier than another section.
         let mut exact = self.called(name);
         exact.sort_by_key(|(section, key)| (Some(*section) != inside, key.name != name));
+        let is_here = exact.first().is_some_and(|(section, _)| Some(*section) == inside);
+        if let Some((section, keys)) = known_section.filter(|_| !is_here)
+            && let Some(key) = keys.iter().find(|key| distance(name, key.name) == 1)
+        {
+            return did_you_mean(format!("{section}.{}", key.name));
+        }
         if let Some((section, key)) = exact.first() {
             return did_you_mean(format!("{section}.{}", key.name));
         }

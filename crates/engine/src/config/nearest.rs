@@ -14,7 +14,7 @@ pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
 
 /// Optimal string alignment: insertions, deletions, substitutions and swaps of neighbours each cost
 /// one.
-fn distance(a: &str, b: &str) -> usize {
+pub(super) fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     // A name far longer than any key is no slip, and a hostile file could make the table below as
     // large as it likes.

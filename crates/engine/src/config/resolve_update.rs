@@ -352,13 +352,10 @@ impl Resolver {
 
     /// The codec of gathered parameters.
     fn gathered(&mut self, codec: CompressionCodec, parallel: &Parallel) -> Option<BlockCodec> {
-        let block = match codec {
-            CompressionCodec::None => return None,
-            CompressionCodec::Bf16 => Some(BlockCodec::Bf16),
-            CompressionCodec::Int8 => Some(BlockCodec::Int8),
-            CompressionCodec::Int4 => Some(BlockCodec::Int4),
-            CompressionCodec::OneBit | CompressionCodec::TopK | CompressionCodec::PowerSgd => None,
-        };
+        if codec == CompressionCodec::None {
+            return None;
+        }
+        let block = rounding_codec(codec);
         let narrow = self.config.precision.compute != Compute::F32;
         let gathers = parallel.zero_stage == 3 && parallel.shard * parallel.context > 1;
         let problem = match block {
@@ -391,13 +388,10 @@ impl Resolver {
         let own = [true, self.config.compression.activation_gradients.is_some()];
         let mut found = [None; 2];
         for (((codec, key), own), found) in codecs.into_iter().zip(keys).zip(own).zip(&mut found) {
-            let block = match codec {
-                CompressionCodec::None => continue,
-                CompressionCodec::Bf16 => Some(BlockCodec::Bf16),
-                CompressionCodec::Int8 => Some(BlockCodec::Int8),
-                CompressionCodec::Int4 => Some(BlockCodec::Int4),
-                CompressionCodec::OneBit | CompressionCodec::TopK | CompressionCodec::PowerSgd => None,
-            };
+            if codec == CompressionCodec::None {
+                continue;
+            }
+            let block = rounding_codec(codec);
             let problem = match block {
                 None => "drops most of a message, and the next stage needs all of it: use \"int8\" or \"int4\"",
                 Some(BlockCodec::Bf16) if narrow => {
@@ -495,5 +489,15 @@ impl Resolver {
                            compression.outer to \"none\"; parallel.reduce_dtype = \"bf16\" halves the traffic of gradients";
             self.problem("compression.gradients", message);
         }
+    }
+}
+
+/// The codec, if it rounds each element and drops none: for what passes read.
+fn rounding_codec(codec: CompressionCodec) -> Option<BlockCodec> {
+    match codec {
+        CompressionCodec::Bf16 => Some(BlockCodec::Bf16),
+        CompressionCodec::Int8 => Some(BlockCodec::Int8),
+        CompressionCodec::Int4 => Some(BlockCodec::Int4),
+        CompressionCodec::None | CompressionCodec::OneBit | CompressionCodec::TopK | CompressionCodec::PowerSgd => None,
     }
 }

@@ -242,6 +242,7 @@ fn every_key_is_documented_and_its_default_is_accepted() {
 const BAD: &[(&[&str], &[&str])] = &[
     // Names.
     (&["training.stpes=5"], &["--set training.stpes=5: unknown key `training.stpes`; did you mean `training.steps`?"]),
+    (&["compression.activation='int8'"], &["did you mean `compression.activations`?"]),
     (&["trainin.steps=5"], &["did you mean `training.steps`?"]),
     (&["optimizer.lr=1e-3"], &["did you mean `optimizer.learning_rate`?"]),
     (&["training.learning_rate=1"], &["did you mean `optimizer.learning_rate`?"]),
