@@ -204,11 +204,6 @@ impl Link {
         Ok(all)
     }
 
-    /// True if rows travel from GPU to GPU.
-    pub(crate) fn is_on_device(&self) -> bool {
-        self.device.is_some()
-    }
-
     /// Sends the next `sends[j]` rows of `from` to each rank j, and receives `receives[j]` rows
     /// from it into the next rows of `to`, through host memory.
     pub(crate) fn all_to_all_rows(

@@ -1,6 +1,6 @@
-//! The rows of experts on their way between the ranks that share them: through host memory by a
-//! thread beside the compute lane, or by NCCL from GPU to GPU on the compute lane's stream. The
-//! forward or backward that needs them waits for them.
+//! The rows of experts on their way between the ranks that share them. On processors a thread
+//! beside the compute lane carries them, and the forward or backward that needs them waits for
+//! them. On GPUs they travel on the compute lane: by NCCL, or through host memory.
 
 use crate::links::Link;
 use crate::state::{does_not_fit, lock};
@@ -18,7 +18,7 @@ use trainyard_tensor::Tensor;
 pub(crate) struct ExpertExchange {
     link: Link,
     state: Arc<Mutex<State>>,
-    /// The thread that exchanges rows through host memory. None before the first.
+    /// The thread that carries rows of processors. None before the first.
     carrier: Mutex<Option<Sender<Exchange>>>,
 }
 
@@ -116,6 +116,7 @@ impl RowExchange for ExpertExchange {
         let stays = sends.get(self.link.index()).copied().unwrap_or(0);
         let row = from.last_dim() * from.dtype().size();
         lock(&self.state).traffic.sent_bytes += ((sends.iter().sum::<usize>() - stays) * row) as u64;
+        let on_gpu = from.device().as_cuda().is_some();
         let (link, from, to) = (self.link.clone(), from.clone(), to.clone());
         let (sends, receives) = (sends.to_vec(), receives.to_vec());
         // It is called once, and drops the tensors when it ends.
@@ -123,7 +124,8 @@ impl RowExchange for ExpertExchange {
             let mut to = to;
             link.all_to_all_rows(&from, &sends, &mut to, &receives)
         };
-        if self.link.is_on_device() {
+        if on_gpu {
+            // The stream that made the rows sends them.
             wait(&self.state, exchange)?;
             return Ok(Box::new(|| Ok(())));
         }
