@@ -136,7 +136,8 @@ fn replicas_of_unequal_speed_come_and_go() {
     let sets = [&sets[..], &more, &batch].concat();
     let hosts = Hosts { folder: &folder, port: free_port(), hosts: "2:3", sets: &sets };
     let keeper = hosts.start(&["--node-rank", "0"], 1);
-    let second = hosts.start(&[], 1);
+    // Without a number it would keep the roster itself if it came first.
+    let second = hosts.start(&["--node-rank", "1"], 1);
     wait_for_ranks(&folder, "uneven", 2);
     let mut third = hosts.start(&[], 1);
     wait_for_ranks(&folder, "uneven", 3);
