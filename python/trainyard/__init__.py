@@ -11,7 +11,7 @@ them.
     >>> answer["plans"][0]["layout"]
 
 Keyword arguments are the options of the command of the same name, with underscores:
-``global_batch=64`` is ``--global-batch 64``, ``runnable=True`` is ``--runnable``, and a list repeats
+``global_batch=64`` is ``--global-batch 64``, ``models=True`` is ``--models``, and a list repeats
 the option. ``settings`` is a dictionary of keys of the configuration: each is a ``--set``.
 """
 

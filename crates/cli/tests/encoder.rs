@@ -136,14 +136,17 @@ fn plans_are_made_and_named_models_are_found() {
             .ok();
         assert!(plan.stdout.contains("tokens/s"), "{model}: {}", plan.stdout);
     }
-    // Nothing runs this model on GPUs, so no plan is shown that looks as if.
+    // Blocks are not divided, so no plan is shown that divides them.
     let sizes = ["--cluster", "1x8xH100", "--global-batch", "64", "--sequence-length", "626"];
-    let refused = folder.run(&[&["plan", "--model", "t5-base", "--runnable"], &sizes[..]].concat());
+    let refused = folder.run(&[&["plan", "--model", "t5-base", "--fix", "tp=2"], &sizes[..]].concat());
     assert!(
-        refused.code == Some(1) && refused.stderr.contains("no models with an encoder on GPUs yet"),
+        refused.code == Some(1) && refused.stderr.contains("tp=2 divides blocks, which this program does not do"),
         "{}",
         refused.stderr
     );
+    let plan = folder.run(&[&["plan", "t5.toml"], &sizes[..2], &["--json"]].concat()).ok();
+    let plan: Value = serde_json::from_str(&plan.stdout).unwrap();
+    assert_eq!(plan["plans"][0]["runnable"], true, "{plan}");
 }
 
 #[test]
@@ -152,7 +155,6 @@ fn what_does_not_go_with_an_encoder_is_refused_before_the_run() {
     for (set, expected) in [
         ("parallel.tensor_parallel_degree=2", "a model with an encoder is not divided so"),
         ("parallel.context_parallel_degree=2", "a model with an encoder is not divided so"),
-        ("compute.device=cuda", "no kernels of a model with an encoder for GPUs"),
         ("data.fim_rate=0.5", "data.fim_rate has no effect"),
         ("data.token_noise=0.5", "data.token_noise has no effect"),
         ("data.sampling=best_fit", "take packed or random"),

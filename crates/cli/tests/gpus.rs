@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Folder, Ran, tensors};
+use common::{Folder, Ran, TINY, images, tensors};
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::path::Path;
@@ -187,6 +187,84 @@ fn parts_of_sequences_train_on_gpus_like_on_the_processor() {
     }
     let [heads, host] = ["heads", "host"].map(|name| metrics(&folder, name, "loss"));
     assert_eq!(heads, host);
+}
+
+/// A T5 evaluates, generates, goes on and is divided among two GPUs.
+#[test]
+fn an_encoder_and_its_decoder_train_on_gpus_like_on_the_processor() {
+    let folder = Folder::new();
+    let config = TINY.replace("family = 'llama'", "family = 't5'").replace("layers = 2", "layers = 4");
+    folder.write("tiny.toml", config.replace("max_sequence_length = 32\n", ""));
+    let graphs = "training.cuda_graphs=auto";
+    for (kind, sets) in [("plain", &["model.activation=relu"][..]), ("gated", &["model.activation=gelu_tanh"])] {
+        let [cpu, gpu] = ["cpu", "gpu"].map(|device| format!("{kind}-{device}"));
+        train(&folder, 1, &cpu, sets).ok();
+        let ran = train(&folder, 1, &gpu, &[sets, &["device=cuda", graphs]].concat()).ok();
+        assert!(ran.stderr.contains("no CUDA graph of a step: each block brings the distances"), "{}", ran.stderr);
+        for key in ["loss", "grad_norm"] {
+            expect_near(&metrics(&folder, &gpu, key), &metrics(&folder, &cpu, key), 1e-4);
+        }
+        expect_memory_as_predicted(&ran);
+    }
+    let say = |device: &str| {
+        let asked = ["--prompt", "rank", "--tokens", "8", "--temperature", "0", "--device", device];
+        let said = run(&folder, 1, &[&["generate", "runs/gated-gpu"], &asked[..]].concat(), &[]).ok().stdout;
+        let judged = ["eval", "runs/gated-gpu", "--data", "text.txt", "--length", "32", "--json", "--device", device];
+        let judged: Value = serde_json::from_str(&run(&folder, 1, &judged, &[]).ok().stdout).unwrap();
+        (said, judged["loss"].as_f64().unwrap())
+    };
+    let ((words, loss), (same_words, near)) = (say("cpu"), say("cuda"));
+    assert_eq!(words, same_words);
+    expect_near(&[near], &[loss], 1e-4);
+
+    let constant = ["device=cuda", "schedule.kind=constant", "model.dropout=0.1"];
+    train(&folder, 1, "parts", &[&constant[..], &["training.steps=5"]].concat()).ok();
+    train(&folder, 1, "whole", &constant).ok();
+    run(&folder, 1, &["train", "--resume", "runs/parts", "--set", "training.steps=6"], &[]).ok();
+    assert_eq!(tensors(&folder.join("runs/parts")), tensors(&folder.join("runs/whole")));
+
+    let of_two = ["parallel.ranks=2", "training.global_batch_size=8"];
+    train(&folder, 1, "two", &of_two).ok();
+    for (name, more) in [("zero2", "parallel.zero_stage=2"), ("zero3", "parallel.zero_stage=3")] {
+        let ran = train(&folder, 2, name, &[&of_two[..], &["device=cuda", more]].concat()).ok();
+        assert!(ran.stderr.contains("from GPU to GPU by NCCL"), "{}", ran.stderr);
+        expect_near(&metrics(&folder, name, "loss"), &metrics(&folder, "two", "loss"), 1e-4);
+        expect_memory_as_predicted(&ran);
+    }
+    let stages = ["device=cuda", "parallel.pipeline_parallel_degree=2"];
+    train(&folder, 2, "stages", &[&of_two[..], &stages].concat()).ok();
+    expect_near(&metrics(&folder, "stages", "loss"), &metrics(&folder, "two", "loss"), 1e-4);
+}
+
+#[test]
+fn images_train_on_gpus_like_on_the_processor() {
+    let folder = images::folder();
+    folder.write("tiny.toml", images::VIT);
+    let mixed = ["augmentation.mixup=0.2", "augmentation.cutmix=1.0"];
+    for (name, sets) in [("mixed", &mixed[..]), ("plain", &[])] {
+        train(&folder, 1, &format!("{name}-cpu"), sets).ok();
+        let on_gpu = [sets, &["device=cuda", "training.cuda_graphs=auto"]].concat();
+        let ran = train(&folder, 1, name, &on_gpu).ok();
+        assert!(ran.stderr.contains("no CUDA graph of a step: the host waits for a check"), "{}", ran.stderr);
+        for key in ["loss", "grad_norm"] {
+            expect_near(&metrics(&folder, name, key), &metrics(&folder, &format!("{name}-cpu"), key), 1e-4);
+        }
+        expect_memory_as_predicted(&ran);
+    }
+    let judge = |device: &str| -> Value {
+        let judged =
+            run(&folder, 1, &["eval", "runs/plain", "--data", "shapes", "--json", "--device", device], &[]).ok();
+        serde_json::from_str(&judged.stdout).unwrap()
+    };
+    let (on_gpu, on_cpu) = (judge("cuda"), judge("cpu"));
+    assert_eq!(on_gpu["top1"], on_cpu["top1"], "{on_gpu} {on_cpu}");
+    expect_near(&[on_gpu["loss"].as_f64().unwrap()], &[on_cpu["loss"].as_f64().unwrap()], 1e-4);
+
+    train(&folder, 2, "two", &["parallel.ranks=2"]).ok();
+    let shards = ["parallel.ranks=2", "device=cuda", "parallel.zero_stage=3"];
+    let ran = train(&folder, 2, "shards", &shards).ok();
+    expect_near(&metrics(&folder, "shards", "loss"), &metrics(&folder, "two", "loss"), 1e-4);
+    expect_memory_as_predicted(&ran);
 }
 
 #[test]

@@ -79,7 +79,7 @@ fn long_sequences_over_gpus_are_planned_and_can_be_run() {
 #[test]
 fn offload_to_the_host_of_gpus_is_planned_and_can_be_run() {
     let folder = Folder::new();
-    let ran = folder.run(&[&SMALL[..], &["--fix", "offload=true", "--runnable"]].concat()).ok();
+    let ran = folder.run(&[&SMALL[..], &["--fix", "offload=true"]].concat()).ok();
     assert!(ran.stdout.contains("on host") && !ran.stdout.contains("not runnable"), "{}", ran.stdout);
 }
 
@@ -139,7 +139,7 @@ fn bad_requests_are_refused_with_what_would_do() {
 fn a_runnable_plan_of_a_cluster_says_how_to_run_it() {
     let folder = Folder::new();
     folder.write("c.toml", TINY);
-    let asked = ["plan", "c.toml", "--set", "training.global_batch_size=8", "--cluster", "1x2xA100-80GB", "--runnable"];
+    let asked = ["plan", "c.toml", "--set", "training.global_batch_size=8", "--cluster", "1x2xA100-80GB"];
     let fixed = ["--fix", "zero=3,dp_shard=2,micro_batch=2,checkpointing=full", "--precision", "bf16"];
     let shown = folder.run(&[&asked[..], &fixed, &["--show", "1"]].concat()).ok();
     assert!(shown.stdout.contains("to run it on 2 ranks:\n  --set parallel.ranks=2\n"), "{}", shown.stdout);
@@ -157,7 +157,7 @@ fn a_runnable_plan_of_a_cluster_says_how_to_run_it() {
 
 /// The settings of the first plan with these choices on four GPUs.
 fn sets_of_a_plan(folder: &Folder, fixed: &str) -> Vec<String> {
-    let asked = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--runnable", "--json", "--fix", fixed];
+    let asked = ["plan", "c.toml", "--cluster", "1x4xA100-80GB", "--json", "--fix", fixed];
     let layers = ["--set", "training.global_batch_size=8", "--set", "model.layers=6"];
     let answer = folder.run(&[&asked[..], &layers].concat()).ok();
     let answer: serde_json::Value = serde_json::from_str(&answer.stdout).unwrap();
@@ -198,7 +198,7 @@ fn a_runnable_plan_of_a_mixture_divides_its_experts_among_replicas() {
     let answer = |more: &[&str]| -> serde_json::Value {
         serde_json::from_str(&folder.run(&[&asked[..], &mixture, more].concat()).ok().stdout).unwrap()
     };
-    let plan = &answer(&["--fix", "ep=2,tp=2,dp_replicate=2", "--runnable"])["plans"][0];
+    let plan = &answer(&["--fix", "ep=2,tp=2,dp_replicate=2"])["plans"][0];
     assert_eq!(plan["runnable"], true, "{plan}");
     let sets: Vec<&str> = plan["sets"].as_array().unwrap().iter().map(|set| set.as_str().unwrap()).collect();
     assert!(sets.contains(&"parallel.expert_parallel_degree=2"), "{sets:?}");

@@ -12,11 +12,12 @@
 // Columns of the head that a lane holds: 32 apart, 256 in all.
 #define PARTS 8
 
-// `count` rows from `first` on to shared memory, `pitch` apart; zeros at `last` and beyond.
+// `count` rows from `first` on to shared memory, `pitch` apart; zeros before row 0, at `last` and
+// beyond.
 DEVICE void copy_rows(float *target, int pitch, int count, const T *source, i64 stride, int first, int last, int columns) {
     for (int i = threadIdx.x; i < count * columns; i += blockDim.x) {
         int row = i / columns, column = i % columns;
-        target[row * pitch + column] = first + row < last ? widen(source[(first + row) * stride + column]) : 0.0f;
+        target[row * pitch + column] = (unsigned)(first + row) < (unsigned)last ? widen(source[(first + row) * stride + column]) : 0.0f;
     }
 }
 
@@ -67,12 +68,17 @@ DEVICE void store_rows(const float (&sum)[OWN][PARTS], T *target, i64 stride, in
         }
 }
 
-KERNEL(attention)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+// A score with the number of its distance, if there are any.
+DEVICE float with_distance(float score, const Distances &d, int head, int query, int key) {
+    return d.all ? score + distances_of(d, head)[d.reach - 1 + query - key] : score;
+}
+
+DEVICE void forward(const T *q, const T *kv, T *out, float *lse, Mask mask, Shape h, float scale, Distances d) {
+    const int rows = h.rows, head_dim = h.head_dim;
     DYNAMIC_SHARED(tiles);
     float *queries = (float *)tiles, *keys = queries + ROWS * head_dim, *values = keys + COLUMNS * (head_dim + 1);
-    Mask mask = {starts, ends, causal, window};
     int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, rows), head = (int)blockIdx.y;
-    const T *k = kv + (i64)(head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
+    const T *k = kv + (i64)(head / (h.heads / h.kv_heads)) * head_dim, *v = k + (i64)h.kv_heads * head_dim;
     int row = first + (int)warp_of() * OWN, from = keys_of(mask, first).first, to = keys_of(mask, last - 1).last;
     Bounds mine[OWN];
     float sum[OWN][PARTS], most[OWN], total[OWN], inverse[OWN];
@@ -83,11 +89,11 @@ KERNEL(attention)(const T* q, const T* kv, T* out, float* lse, const int* starts
         most[r] = NEGATIVE_INFINITY;
         total[r] = 0.0f;
     }
-    copy_rows(queries, head_dim, ROWS, q + (i64)head * head_dim, q_stride, first, last, head_dim);
+    copy_rows(queries, head_dim, ROWS, q + (i64)head * head_dim, h.q_stride, first, last, head_dim);
     for (int column = from; column < to; column += COLUMNS) {
         __syncthreads();
-        copy_rows(keys, head_dim + 1, COLUMNS, k, kv_stride, column, to, head_dim);
-        copy_rows(values, head_dim + 1, COLUMNS, v, kv_stride, column, to, head_dim);
+        copy_rows(keys, head_dim + 1, COLUMNS, k, h.kv_stride, column, to, head_dim);
+        copy_rows(values, head_dim + 1, COLUMNS, v, h.kv_stride, column, to, head_dim);
         __syncthreads();
         float s[OWN];
         multiply(s, queries, keys, head_dim);
@@ -95,7 +101,7 @@ KERNEL(attention)(const T* q, const T* kv, T* out, float* lse, const int* starts
 #pragma unroll
         for (int r = 0; r < OWN; r++) {
             bool seen = at >= mine[r].first && at < mine[r].last;
-            s[r] = seen ? s[r] * scale : NEGATIVE_INFINITY;
+            s[r] = seen ? with_distance(s[r] * scale, d, head, min(row + r, rows - 1), at) : NEGATIVE_INFINITY;
             float top = larger(most[r], warp_max(s[r]));
             float shift = top == NEGATIVE_INFINITY ? 0.0f : top, keep = expf(most[r] - shift);
             most[r] = top;
@@ -113,7 +119,15 @@ KERNEL(attention)(const T* q, const T* kv, T* out, float* lse, const int* starts
         inverse[r] = mine[r].first < mine[r].last ? 1.0f / total[r] : 0.0f;
         if (lane_of() == 0 && row + r < last) lse[(i64)head * rows + row + r] = most[r] + logf(total[r]);
     }
-    store_rows(sum, out + (i64)head * head_dim, (i64)heads * head_dim, row, last, head_dim, inverse);
+    store_rows(sum, out + (i64)head * head_dim, (i64)h.heads * head_dim, row, last, head_dim, inverse);
+}
+
+KERNEL(attention)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    forward(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{nullptr, 0});
+}
+
+KERNEL(attention_biased)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    forward(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach});
 }
 
 KERNEL(attention_delta)(const T* dout, const T* out, const float* dlse, float* delta, int tokens, int heads, int head_dim) {
@@ -151,20 +165,117 @@ KERNEL(attention_join_backward)(const T* dout, const T* out, const float* lse, c
     if (lane_of() == 0) dlse[unit] = weight * sum;
 }
 
-KERNEL(attention_backward_queries)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+DEVICE void backward_queries(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dq, Mask mask, Shape h, float scale, Distances d) {
+    const int rows = h.rows, head_dim = h.head_dim;
     DYNAMIC_SHARED(tiles);
     float *queries = (float *)tiles, *outs = queries + ROWS * head_dim, *keys = outs + ROWS * head_dim, *values = keys + COLUMNS * (head_dim + 1);
-    Mask mask = {starts, ends, causal, window};
     int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, rows), head = (int)blockIdx.y;
-    i64 out_stride = (i64)heads * head_dim;
-    const T *k = kv + (i64)(head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
+    i64 out_stride = (i64)h.heads * head_dim;
+    const T *k = kv + (i64)(head / (h.heads / h.kv_heads)) * head_dim, *v = k + (i64)h.kv_heads * head_dim;
     int row = first + (int)warp_of() * OWN, from = keys_of(mask, first).first, to = keys_of(mask, last - 1).last;
     float sum[OWN][PARTS], factor[OWN];
     clear(sum);
-    copy_rows(queries, head_dim, ROWS, q + (i64)head * head_dim, q_stride, first, last, head_dim);
+    copy_rows(queries, head_dim, ROWS, q + (i64)head * head_dim, h.q_stride, first, last, head_dim);
     copy_rows(outs, head_dim, ROWS, dout + (i64)head * head_dim, out_stride, first, last, head_dim);
     for (int column = from; column < to; column += COLUMNS) {
         __syncthreads();
+        copy_rows(keys, head_dim + 1, COLUMNS, k, h.kv_stride, column, to, head_dim);
+        copy_rows(values, head_dim + 1, COLUMNS, v, h.kv_stride, column, to, head_dim);
+        __syncthreads();
+        float s[OWN], ds[OWN];
+        multiply(s, queries, keys, head_dim);
+        multiply(ds, outs, values, head_dim);
+        int at = column + (int)lane_of();
+#pragma unroll
+        for (int r = 0; r < OWN; r++) {
+            int query = min(row + r, rows - 1);
+            Bounds b = keys_of(mask, query);
+            i64 place = (i64)head * rows + query;
+            ds[r] = at >= b.first && at < b.last ? expf(with_distance(s[r] * scale, d, head, query, at) - lse[place]) * (ds[r] - delta[place]) : 0.0f;
+        }
+        add_product(sum, ds, keys, head_dim);
+    }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) factor[r] = scale;
+    store_rows(sum, dq + (i64)head * head_dim, h.q_stride, row, last, head_dim, factor);
+}
+
+KERNEL(attention_backward_queries)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_queries(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{nullptr, 0});
+}
+
+KERNEL(attention_biased_backward_queries)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    backward_queries(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach});
+}
+
+DEVICE void backward_keys(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dkv, Mask mask, Shape h, int columns, float scale, Distances d) {
+    const int rows = h.rows, head_dim = h.head_dim;
+    DYNAMIC_SHARED(tiles);
+    float *keys = (float *)tiles, *values = keys + ROWS * head_dim, *queries = values + ROWS * head_dim, *outs = queries + COLUMNS * (head_dim + 1);
+    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, rows), kv_head = (int)blockIdx.y, group = h.heads / h.kv_heads;
+    i64 out_stride = (i64)h.heads * head_dim, k_columns = (i64)kv_head * head_dim, v_columns = k_columns + (i64)h.kv_heads * head_dim;
+    int row = first + (int)warp_of() * OWN, from = queries_of(mask, first).first, to = queries_of(mask, last - 1).last;
+    float dk[OWN][PARTS], dv[OWN][PARTS], factor[OWN], one[OWN];
+    clear(dk);
+    clear(dv);
+    copy_rows(keys, head_dim, ROWS, kv + k_columns, h.kv_stride, first, last, head_dim);
+    copy_rows(values, head_dim, ROWS, kv + v_columns, h.kv_stride, first, last, head_dim);
+    for (int head = kv_head * group; head < (kv_head + 1) * group; head++)
+        for (int column = from; column < to; column += COLUMNS) {
+            __syncthreads();
+            copy_rows(queries, head_dim + 1, COLUMNS, q + (i64)head * head_dim, h.q_stride, column, to, head_dim);
+            copy_rows(outs, head_dim + 1, COLUMNS, dout + (i64)head * head_dim, out_stride, column, to, head_dim);
+            __syncthreads();
+            float p[OWN], ds[OWN];
+            multiply(p, keys, queries, head_dim);
+            multiply(ds, values, outs, head_dim);
+            int query = column + (int)lane_of();
+            i64 place = (i64)head * columns + min(query, columns - 1);
+#pragma unroll
+            for (int r = 0; r < OWN; r++) {
+                int key = min(row + r, rows - 1);
+                Bounds b = queries_of(mask, key);
+                p[r] = query >= b.first && query < b.last ? expf(with_distance(p[r] * scale, d, head, query, key) - lse[place]) : 0.0f;
+                ds[r] = p[r] * (ds[r] - delta[place]);
+            }
+            add_product(dv, p, outs, head_dim);
+            add_product(dk, ds, queries, head_dim);
+        }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) factor[r] = scale, one[r] = 1.0f;
+    store_rows(dk, dkv + k_columns, h.kv_stride, row, last, head_dim, factor);
+    store_rows(dv, dkv + v_columns, h.kv_stride, row, last, head_dim, one);
+}
+
+KERNEL(attention_backward_keys)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    backward_keys(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale, Distances{nullptr, 0});
+}
+
+KERNEL(attention_biased_backward_keys)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    backward_keys(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale, Distances{bias, reach});
+}
+
+// The gradient of the numbers of distances: a block walks the tiles of one shift, of one of `parts`
+// parts of the queries, and leaves the sum of each diagonal (see `Shifts`) in `partials`.
+KERNEL(attention_bias_gradient)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, float* partials, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach, int parts) {
+    DYNAMIC_SHARED(tiles);
+    float *queries = (float *)tiles, *outs = queries + ROWS * head_dim, *keys = outs + ROWS * head_dim, *values = keys + COLUMNS * (head_dim + 1), *found = values + COLUMNS * (head_dim + 1);
+    Mask mask = {starts, ends, causal, window};
+    Distances d = {bias, reach};
+    Shifts shifts = shifts_of(reach, ROWS, COLUMNS);
+    int head = (int)blockIdx.y, part = (int)blockIdx.x / shifts.count, shift = ((int)blockIdx.x % shifts.count - shifts.before) * COLUMNS;
+    i64 out_stride = (i64)heads * head_dim;
+    const T *k = kv + (i64)(head / (heads / kv_heads)) * head_dim, *v = k + (i64)kv_heads * head_dim;
+    float sum[OWN];
+#pragma unroll
+    for (int r = 0; r < OWN; r++) sum[r] = 0.0f;
+    for (int first = part * ROWS; first < rows; first += parts * ROWS) {
+        int last = min(first + ROWS, rows), column = first - shift, row = first + (int)warp_of() * OWN;
+        int from = keys_of(mask, first).first, to = keys_of(mask, last - 1).last;
+        if (column + COLUMNS <= from || column >= to) continue;
+        __syncthreads();
+        copy_rows(queries, head_dim, ROWS, q + (i64)head * head_dim, q_stride, first, last, head_dim);
+        copy_rows(outs, head_dim, ROWS, dout + (i64)head * head_dim, out_stride, first, last, head_dim);
         copy_rows(keys, head_dim + 1, COLUMNS, k, kv_stride, column, to, head_dim);
         copy_rows(values, head_dim + 1, COLUMNS, v, kv_stride, column, to, head_dim);
         __syncthreads();
@@ -177,56 +288,37 @@ KERNEL(attention_backward_queries)(const T* q, const T* kv, const T* dout, const
             int query = min(row + r, rows - 1);
             Bounds b = keys_of(mask, query);
             i64 place = (i64)head * rows + query;
-            ds[r] = at >= b.first && at < b.last ? expf(s[r] * scale - lse[place]) * (ds[r] - delta[place]) : 0.0f;
+            // Rows beyond the last have a row's bounds, and are nobody's.
+            bool seen = row + r < last && at >= b.first && at < b.last;
+            sum[r] += seen ? expf(with_distance(s[r] * scale, d, head, query, at) - lse[place]) * (ds[r] - delta[place]) : 0.0f;
         }
-        add_product(sum, ds, keys, head_dim);
     }
 #pragma unroll
-    for (int r = 0; r < OWN; r++) factor[r] = scale;
-    store_rows(sum, dq + (i64)head * head_dim, q_stride, row, last, head_dim, factor);
+    for (int r = 0; r < OWN; r++) found[((int)warp_of() * OWN + r) * COLUMNS + (int)lane_of()] = sum[r];
+    __syncthreads();
+    sum_diagonals<ROWS, COLUMNS>(found, COLUMNS, partials + (((i64)head * parts + part) * shifts.count + (int)blockIdx.x % shifts.count) * (ROWS + COLUMNS - 1));
 }
 
-KERNEL(attention_backward_keys)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    DYNAMIC_SHARED(tiles);
-    float *keys = (float *)tiles, *values = keys + ROWS * head_dim, *queries = values + ROWS * head_dim, *outs = queries + COLUMNS * (head_dim + 1);
-    Mask mask = {starts, ends, causal, window};
-    int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, rows), kv_head = (int)blockIdx.y, group = heads / kv_heads;
-    i64 out_stride = (i64)heads * head_dim, k_columns = (i64)kv_head * head_dim, v_columns = k_columns + (i64)kv_heads * head_dim;
-    int row = first + (int)warp_of() * OWN, from = queries_of(mask, first).first, to = queries_of(mask, last - 1).last;
-    float dk[OWN][PARTS], dv[OWN][PARTS], factor[OWN], one[OWN];
-    clear(dk);
-    clear(dv);
-    copy_rows(keys, head_dim, ROWS, kv + k_columns, kv_stride, first, last, head_dim);
-    copy_rows(values, head_dim, ROWS, kv + v_columns, kv_stride, first, last, head_dim);
-    for (int head = kv_head * group; head < (kv_head + 1) * group; head++)
-        for (int column = from; column < to; column += COLUMNS) {
-            __syncthreads();
-            copy_rows(queries, head_dim + 1, COLUMNS, q + (i64)head * head_dim, q_stride, column, to, head_dim);
-            copy_rows(outs, head_dim + 1, COLUMNS, dout + (i64)head * head_dim, out_stride, column, to, head_dim);
-            __syncthreads();
-            float p[OWN], ds[OWN];
-            multiply(p, keys, queries, head_dim);
-            multiply(ds, values, outs, head_dim);
-            int query = column + (int)lane_of();
-            i64 place = (i64)head * columns + min(query, columns - 1);
-#pragma unroll
-            for (int r = 0; r < OWN; r++) {
-                Bounds b = queries_of(mask, min(row + r, rows - 1));
-                p[r] = query >= b.first && query < b.last ? expf(p[r] * scale - lse[place]) : 0.0f;
-                ds[r] = p[r] * (ds[r] - delta[place]);
-            }
-            add_product(dv, p, outs, head_dim);
-            add_product(dk, ds, queries, head_dim);
-        }
-#pragma unroll
-    for (int r = 0; r < OWN; r++) factor[r] = scale, one[r] = 1.0f;
-    store_rows(dk, dkv + k_columns, kv_stride, row, last, head_dim, factor);
-    store_rows(dv, dkv + v_columns, kv_stride, row, last, head_dim, one);
+// dbias [heads, 2 reach - 1] from the sums of blocks, of tiles of `rows` queries and `columns` keys.
+KERNEL(attention_bias_sum)(const float* partials, float* dbias, int heads, int reach, int parts, int rows, int columns) {
+    Shifts shifts = shifts_of(reach, rows, columns);
+    int distances = 2 * reach - 1;
+    i64 start = pack_start(), size = (i64)heads * distances;
+    for (i64 i = start; i < start + PACK && i < size; i++) {
+        // The distance, counted from the first tile's corner.
+        int from_first = (int)(i % distances) - (reach - 1) + shifts.before * columns;
+        int first = (from_first - rows + columns) / columns, last = (from_first + columns - 1) / columns;
+        float sum = 0.0f;
+        for (int part = 0; part < parts; part++)
+            for (int at = first; at <= last; at++)
+                sum += partials[((i / distances * parts + part) * shifts.count + at) * (rows + columns - 1) + from_first - at * columns + columns - 1];
+        dbias[i] = sum;
+    }
 }
 
 // Four warps take the cache's rows in turn; what each has found is put together in the order of the
 // warps.
-KERNEL(attention_decode)(const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+DEVICE void decode(const T *qkv, const T *keys, const T *values, T *out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window, Distances d) {
     __shared__ float sums[4][32 * PARTS], mosts[4], totals[4];
     int token = (int)blockIdx.x, head = (int)blockIdx.y, kv = head / (heads / kv_heads), lane = (int)lane_of(), warp = (int)warp_of();
     int last = causal ? start + token + 1 : start + n, first = window > 0 ? max(0, start + token - window + 1) : 0;
@@ -244,7 +336,7 @@ KERNEL(attention_decode)(const T* qkv, const T* keys, const T* values, T* out, i
 #pragma unroll
         for (int j = 0; j < PARTS; j++)
             if (lane + 32 * j < head_dim) s = fmaf(query[j], widen(keys[at + 32 * j]), s);
-        s = warp_sum(s);
+        s = with_distance(warp_sum(s), d, head, start + token, key);
         float top = larger(most, s), shift = top == NEGATIVE_INFINITY ? 0.0f : top, keep = expf(most - shift), p = expf(s - shift);
         most = top;
         total = total * keep + p;
@@ -267,6 +359,14 @@ KERNEL(attention_decode)(const T* qkv, const T* keys, const T* values, T* out, i
         for (int w = 0; w < 4; w++) value = fmaf(sums[w][column], factor[w], value);
         out[((i64)token * heads + head) * head_dim + column] = narrow(value / all);
     }
+}
+
+KERNEL(attention_decode)(const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
+    decode(qkv, keys, values, out, n, start, heads, kv_heads, head_dim, scale, causal, window, Distances{nullptr, 0});
+}
+
+KERNEL(attention_decode_biased)(const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    decode(qkv, keys, values, out, n, start, heads, kv_heads, head_dim, scale, causal, window, Distances{bias, reach});
 }
 
 KERNEL(cache_append)(const T* qkv, T* keys, T* values, int n, int start, int heads, int kv_heads, int head_dim) {

@@ -75,8 +75,23 @@ template <int D, int N> DEVICE void add_product(float (&sum)[D / 8][4], const fl
     }
 }
 
+// Adds the numbers of their distances to scores that are yet to be multiplied by the scale: of
+// `unit`, its inverse, each. SIGN is 1 where rows are queries and -1 where they are keys. Pairs that
+// are hidden later may be further apart than distances reach.
+template <int N, int SIGN> DEVICE void add_distances(float (&s)[N / 8][4], const Distances &d, int head, int row, int column, float unit) {
+    const float *of_head = distances_of(d, head);
+    int first = d.reach - 1 + SIGN * (row + (int)(lane_of() >> 2) - column - 2 * (int)(lane_of() & 3)), most = 2 * d.reach - 2;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int at = first + SIGN * (8 * (i / 2) - 8 * n - i % 2);
+            s[n][i] = fmaf(of_head[min(max(at, 0), most)], unit, s[n][i]);
+        }
+}
+
 template <int D, int N>
-DEVICE void forward(const T *q, const T *kv, T *out, float *lse, Mask mask, Shape h, float scale) {
+DEVICE void forward(const T *q, const T *kv, T *out, float *lse, Mask mask, Shape h, float scale, Distances d) {
     DYNAMIC_SHARED(memory);
     T *queries = (T *)memory, *keys = queries + ROWS * D, *values = keys + 2 * N * D;
     int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.rows), head = (int)blockIdx.y;
@@ -115,6 +130,7 @@ DEVICE void forward(const T *q, const T *kv, T *out, float *lse, Mask mask, Shap
         clear<N>(s);
 #pragma unroll
         for (int step = 0; step < D / 16; step++) multiply_step<D, N>(s, a[step], keys + stage * N * D, step);
+        if (d.all) add_distances<N, 1>(s, d, head, row, column, 1.0f / scale);
         float keep[2];
         soften<N>(soft, s, keep, factor, part.all, mine, column);
         scale_rows<D>(sum, keep);
@@ -127,7 +143,7 @@ DEVICE void forward(const T *q, const T *kv, T *out, float *lse, Mask mask, Shap
 
 // dS = P (dP - delta), dQ = scale dS K, with P from the log-sum-exp and dP = dO V^T.
 template <int D, int N>
-DEVICE void backward_queries(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dq, Mask mask, Shape h, float scale) {
+DEVICE void backward_queries(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dq, Mask mask, Shape h, float scale, Distances d) {
     DYNAMIC_SHARED(memory);
     T *queries = (T *)memory, *outs = queries + ROWS * D, *keys = outs + ROWS * D, *values = keys + 2 * N * D;
     int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, last = min(first + ROWS, h.rows), head = (int)blockIdx.y;
@@ -167,6 +183,7 @@ DEVICE void backward_queries(const T *q, const T *kv, const T *dout, const float
         float s[N / 8][4], ds[N / 8][4];
         multiply<D, N>(s, queries, (int)warp_of() * 16, keys + stage * N * D);
         multiply<D, N>(ds, outs, (int)warp_of() * 16, values + stage * N * D);
+        if (d.all) add_distances<N, 1>(s, d, head, row, column, 1.0f / scale);
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
@@ -183,7 +200,7 @@ DEVICE void backward_queries(const T *q, const T *kv, const T *dout, const float
 // dV = P^T dO, dK = scale dS^T Q: rows are keys, columns queries, of each head of the group in
 // turn.
 template <int D, int N>
-DEVICE void backward_keys(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dkv, Mask mask, Shape h, int columns, float scale) {
+DEVICE void backward_keys(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, T *dkv, Mask mask, Shape h, int columns, float scale, Distances d) {
     DYNAMIC_SHARED(memory);
     T *keys = (T *)memory, *values = keys + ROWS * D, *queries = values + ROWS * D, *outs = queries + 2 * N * D;
     int first = (int)blockIdx.x * ROWS, last = min(first + ROWS, h.rows), kv_head = (int)blockIdx.y, group = h.heads / h.kv_heads;
@@ -220,6 +237,7 @@ DEVICE void backward_keys(const T *q, const T *kv, const T *dout, const float *l
         T *q_tile = queries + (i & 1) * N * D, *o_tile = outs + (i & 1) * N * D;
         float p[N / 8][4], ds[N / 8][4];
         multiply<D, N>(p, keys, (int)warp_of() * 16, q_tile);
+        if (d.all) add_distances<N, -1>(p, d, kv_head * group + i / steps, row, column, 1.0f / scale);
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
@@ -247,20 +265,111 @@ DEVICE void backward_keys(const T *q, const T *kv, const T *dout, const float *l
 }
 
 KERNEL_BOUNDS(attention_mma_64, THREADS, 1)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    forward<64, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
+    forward<64, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{nullptr, 0});
 }
 KERNEL_BOUNDS(attention_mma_128, THREADS, 1)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    forward<128, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
+    forward<128, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{nullptr, 0});
 }
 KERNEL_BOUNDS(attention_backward_queries_mma_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_queries<64, 64>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
+    backward_queries<64, 64>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{nullptr, 0});
 }
 KERNEL_BOUNDS(attention_backward_queries_mma_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_queries<128, 32>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale);
+    backward_queries<128, 32>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{nullptr, 0});
 }
 KERNEL_BOUNDS(attention_backward_keys_mma_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_keys<64, 64>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale);
+    backward_keys<64, 64>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale, Distances{nullptr, 0});
 }
 KERNEL_BOUNDS(attention_backward_keys_mma_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window) {
-    backward_keys<128, 32>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale);
+    backward_keys<128, 32>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale, Distances{nullptr, 0});
+}
+
+// The gradient of the numbers of distances, as `attention_bias_gradient`.
+template <int D, int N>
+DEVICE void bias_gradient(const T *q, const T *kv, const T *dout, const float *lse, const float *delta, float *partials, Mask mask, Shape h, float scale, Distances d, int parts) {
+    DYNAMIC_SHARED(memory);
+    T *queries = (T *)memory, *outs = queries + ROWS * D, *keys = outs + ROWS * D, *values = keys + N * D;
+    Shifts shifts = shifts_of(d.reach, ROWS, N);
+    int head = (int)blockIdx.y, part = (int)blockIdx.x / shifts.count, shift = ((int)blockIdx.x % shifts.count - shifts.before) * N;
+    const T *k = kv + (i64)(head / (h.heads / h.kv_heads)) * h.head_dim, *v = k + (i64)h.kv_heads * h.head_dim;
+    auto bounds = [&](int query) { return keys_of(mask, min(query, h.rows - 1)); };
+    float sum[N / 8][4], factor = scale * LOG2E;
+    clear<N>(sum);
+    for (int first = part * ROWS; first < h.rows; first += parts * ROWS) {
+        int last = min(first + ROWS, h.rows), column = first - shift, row = first + (int)warp_of() * 16;
+        int from = bounds(first).first, to = bounds(last - 1).last;
+        if (column + N <= from || column >= to) continue;
+        __syncthreads();
+        copy_tile<D, ROWS>(queries, q + (i64)head * h.head_dim, h.q_stride, first, last, h.head_dim);
+        copy_tile<D, ROWS>(outs, dout + (i64)head * h.head_dim, (i64)h.heads * h.head_dim, first, last, h.head_dim);
+        copy_tile<D, N>(keys, k, h.kv_stride, column, to, h.head_dim);
+        copy_tile<D, N>(values, v, h.kv_stride, column, to, h.head_dim);
+        commit_copies();
+        wait_copies<0>();
+        __syncthreads();
+        Part of_warp = part_of<N>(bounds(row), bounds(row + 15), column);
+        if (of_warp.none || row >= last) continue;
+        Bounds mine[2];
+        float about[2], deltas[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int query = row + 8 * r + (int)(lane_of() >> 2);
+            // Rows beyond the last are paired with nothing.
+            mine[r] = query < last ? bounds(query) : Bounds{0, 0};
+            query = min(query, h.rows - 1);
+            about[r] = lse[(i64)head * h.rows + query] * LOG2E;
+            deltas[r] = delta[(i64)head * h.rows + query];
+        }
+        float s[N / 8][4], ds[N / 8][4];
+        multiply<D, N>(s, queries, (int)warp_of() * 16, keys);
+        multiply<D, N>(ds, outs, (int)warp_of() * 16, values);
+        add_distances<N, 1>(s, d, head, row, column, 1.0f / scale);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float p = power_of_two(s[n][i] * factor - about[i / 2]);
+                ds[n][i] = p * (ds[n][i] - deltas[i / 2]);
+            }
+        hide<N>(ds, mine, column, 0.0f);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[n][i] += ds[n][i];
+    }
+    __syncthreads();
+    float *found = (float *)memory;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int row = (int)warp_of() * 16 + 8 * (i / 2) + (int)(lane_of() >> 2);
+            found[row * N + 8 * n + 2 * (int)(lane_of() & 3) + i % 2] = sum[n][i];
+        }
+    __syncthreads();
+    sum_diagonals<ROWS, N>(found, N, partials + (((i64)head * parts + part) * shifts.count + (int)blockIdx.x % shifts.count) * (ROWS + N - 1));
+}
+
+KERNEL_BOUNDS(attention_biased_mma_64, THREADS, 1)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    forward<64, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach});
+}
+KERNEL_BOUNDS(attention_biased_mma_128, THREADS, 1)(const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    forward<128, 64>(q, kv, out, lse, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach});
+}
+KERNEL_BOUNDS(attention_biased_backward_queries_mma_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    backward_queries<64, 64>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach});
+}
+KERNEL_BOUNDS(attention_biased_backward_queries_mma_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    backward_queries<128, 32>(q, kv, dout, lse, delta, dq, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach});
+}
+KERNEL_BOUNDS(attention_biased_backward_keys_mma_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    backward_keys<64, 32>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale, Distances{bias, reach});
+}
+KERNEL_BOUNDS(attention_biased_backward_keys_mma_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach) {
+    backward_keys<128, 16>(q, kv, dout, lse, delta, dkv, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, columns, scale, Distances{bias, reach});
+}
+KERNEL_BOUNDS(attention_bias_gradient_mma_64, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, float* partials, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach, int parts) {
+    bias_gradient<64, 64>(q, kv, dout, lse, delta, partials, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach}, parts);
+}
+KERNEL_BOUNDS(attention_bias_gradient_mma_128, THREADS, 1)(const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, float* partials, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach, int parts) {
+    bias_gradient<128, 64>(q, kv, dout, lse, delta, partials, Mask{starts, ends, causal, window}, Shape{rows, q_stride, kv_stride, heads, kv_heads, head_dim}, scale, Distances{bias, reach}, parts);
 }

@@ -6,13 +6,8 @@
 #define THREADS 256
 #define LOG2E 1.4426950408889634f
 
-// Rows that blocks own, elements from one query to the next and from one key to the next, heads.
-struct Shape {
-    int rows, q_stride, kv_stride, heads, kv_heads, head_dim;
-};
-
-// Begins to copy COUNT rows of D columns from row `first` on, zeros for those at `last` and beyond
-// and for columns that the head does not have. A thread has one piece of every THREADS / (D / 8)-th
+// Begins to copy COUNT rows of D columns from row `first` on, zeros for those before row 0, at
+// `last` and beyond, and for columns that the head does not have. A thread has one piece of every THREADS / (D / 8)-th
 // row, so that what it computes of addresses is the same for all of them: `to` is where the first
 // piece lies, `apart` elements further the next. UNROLLED at a time: more take more registers.
 template <int D, int COUNT, int UNROLLED> DEVICE void copy_pieces(T *to, int apart, const T *source, i64 stride, int first, int last, int head_dim) {
@@ -23,7 +18,7 @@ template <int D, int COUNT, int UNROLLED> DEVICE void copy_pieces(T *to, int apa
     const T *from = source + (i64)row * stride + column;
 #pragma unroll UNROLLED
     for (int i = 0; i < COUNT / step; i++) {
-        bool valid = row + i * step < last;
+        bool valid = (unsigned)(row + i * step) < (unsigned)last;
         copy16_async(to + i * apart, valid ? from : source, valid);
         from += step * stride;
     }

@@ -332,6 +332,47 @@ pub struct AttentionKernels {
     pub backward_keys: &'static Kernel,
 }
 
+/// The kernels of attention with numbers by distance added to scores.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasedAttentionKernels {
+    /// Attention itself.
+    pub attention: AttentionKernels,
+    /// The sums of which the gradient of the numbers is made, and the tiles that it walks.
+    pub gradient: (&'static Kernel, BiasTile),
+}
+
+/// Tiles of queries and keys whose diagonals the gradient of numbers by distance is summed over; as
+/// `Shifts` in `mask.cuh`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BiasTile {
+    /// Queries of a tile.
+    pub rows: usize,
+    /// Keys of a tile.
+    pub columns: usize,
+}
+
+impl BiasTile {
+    /// By multiply-adds.
+    pub const SMALL: BiasTile = BiasTile { rows: 16, columns: 32 };
+    /// On tensor cores.
+    pub const LARGE: BiasTile = BiasTile { rows: 128, columns: 64 };
+
+    /// Parts into which `queries` queries are cut, so that more blocks share the work.
+    pub const fn parts(queries: usize) -> usize {
+        queries.div_ceil(4096)
+    }
+
+    /// Places of tiles along distances of less than `reach`.
+    pub const fn shifts(self, reach: usize) -> usize {
+        (reach + self.rows - 2) / self.columns + (reach + self.columns - 2) / self.columns + 1
+    }
+
+    /// Numbers of `partials`.
+    pub const fn partials(self, heads: usize, queries: usize, reach: usize) -> usize {
+        heads * BiasTile::parts(queries) * self.shifts(reach) * (self.rows + self.columns - 1)
+    }
+}
+
 /// The largest head that any attention kernel takes.
 pub const HEAD_DIM_MAX: usize = 256;
 
@@ -401,6 +442,36 @@ impl AttentionForm {
                 forward: &ATTENTION_WARPGROUP_128,
                 backward_queries: &ATTENTION_BACKWARD_QUERIES_WARPGROUP_128,
                 backward_keys: &ATTENTION_BACKWARD_KEYS_WARPGROUP_128,
+            },
+        }
+    }
+
+    /// The same with numbers by distance. Warpgroups have none, and take those of warps.
+    pub const fn biased_kernels(self, head_dim: usize) -> BiasedAttentionKernels {
+        match (self, head_dim <= 64) {
+            (AttentionForm::MultiplyAdds, _) => BiasedAttentionKernels {
+                attention: AttentionKernels {
+                    forward: &ATTENTION_BIASED,
+                    backward_queries: &ATTENTION_BIASED_BACKWARD_QUERIES,
+                    backward_keys: &ATTENTION_BIASED_BACKWARD_KEYS,
+                },
+                gradient: (&ATTENTION_BIAS_GRADIENT, BiasTile::SMALL),
+            },
+            (AttentionForm::Warps | AttentionForm::Warpgroups, true) => BiasedAttentionKernels {
+                attention: AttentionKernels {
+                    forward: &ATTENTION_BIASED_MMA_64,
+                    backward_queries: &ATTENTION_BIASED_BACKWARD_QUERIES_MMA_64,
+                    backward_keys: &ATTENTION_BIASED_BACKWARD_KEYS_MMA_64,
+                },
+                gradient: (&ATTENTION_BIAS_GRADIENT_MMA_64, BiasTile::LARGE),
+            },
+            (AttentionForm::Warps | AttentionForm::Warpgroups, false) => BiasedAttentionKernels {
+                attention: AttentionKernels {
+                    forward: &ATTENTION_BIASED_MMA_128,
+                    backward_queries: &ATTENTION_BIASED_BACKWARD_QUERIES_MMA_128,
+                    backward_keys: &ATTENTION_BIASED_BACKWARD_KEYS_MMA_128,
+                },
+                gradient: (&ATTENTION_BIAS_GRADIENT_MMA_128, BiasTile::LARGE),
             },
         }
     }

@@ -156,7 +156,6 @@ pub fn open_trained_on(
         return open_hugging_face(folder, device, dtype, &mut note);
     }
     let mut spec = read_spec(folder)?;
-    check_tried(device, &spec)?;
     let of_text = spec.image.is_none();
     let tokenizer = of_text.then(|| Tokenizer::load(&folder.join(files::TOKENIZER))).transpose()?;
     let config = Config::load(Some(&folder.join(files::CONFIG)), &[])?;
@@ -261,7 +260,6 @@ fn open_hugging_face(
         }
     };
     let Described { spec, packed } = read_description(&base, &mut *note)?;
-    check_tried(device, &spec)?;
     let own_tokenizer = folder.join(files::TOKENIZER).is_file();
     let of_tokenizer = if own_tokenizer { folder } else { &base };
     let tokenizer = spec.image.is_none().then(|| pretrained::tokenizer(of_tokenizer)).transpose()?;
@@ -389,14 +387,6 @@ impl TrainedRun {
     pub fn weights_in_words(&self) -> String {
         let averaged = if self.weights == Weights::Averaged { ", averaged weights" } else { "" };
         format!("step {}{averaged}", self.step)
-    }
-}
-
-/// Checks that models of this kind have been tried on a kind of device.
-fn check_tried(device: &Device, spec: &ModelSpec) -> Result<()> {
-    match spec.image.is_some() && device.as_cuda().is_some() {
-        true => Err(does_not_fit("models of images have not been tried on a GPU: use --device cpu")),
-        false => Ok(()),
     }
 }
 

@@ -4,25 +4,14 @@
 mod common;
 
 use common::golden::{check, check_in};
-use common::{MIXTURES, dense_goldens};
-use std::path::Path;
-use std::sync::Arc;
+use common::{MIXTURES, cuda, dense_goldens};
 use trainyard_autograd::Policy;
-use trainyard_tensor::cuda::Cuda;
-use trainyard_tensor::cuda::tested::Tested;
-use trainyard_tensor::{DType, Device};
-
-fn device() -> (Tested, Device) {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
-    let tested = Tested::new(&folder, 0).unwrap_or_else(|problem| panic!("{problem}"));
-    let device = Device::cuda(Arc::new(Cuda::new(tested.driver.clone(), 1)), None);
-    (tested, device)
-}
+use trainyard_tensor::DType;
 
 #[test]
 fn logits_and_every_gradient_on_cuda_agree_with_transformers() {
     for name in dense_goldens() {
-        let (tested, device) = device();
+        let (tested, device) = cuda();
         check(name, &device, Policy::Everything, true);
         assert_eq!(tested.problems(), [""; 0], "{name}");
     }
@@ -32,7 +21,7 @@ fn logits_and_every_gradient_on_cuda_agree_with_transformers() {
 fn half_precision_on_cuda_stays_near_transformers() {
     for (dtype, tolerance) in [(DType::BF16, 0.03), (DType::F16, 0.004)] {
         for name in dense_goldens() {
-            let (tested, device) = device();
+            let (tested, device) = cuda();
             check_in(name, &device, dtype, tolerance);
             assert_eq!(tested.problems(), [""; 0], "{name}");
         }
@@ -43,7 +32,7 @@ fn half_precision_on_cuda_stays_near_transformers() {
 fn mixtures_on_cuda_agree_with_transformers() {
     for name in MIXTURES {
         for (policy, eager) in [(Policy::Everything, true), (Policy::Selective, false)] {
-            let (tested, device) = device();
+            let (tested, device) = cuda();
             check(name, &device, policy, eager);
             assert_eq!(tested.problems(), [""; 0], "{name}");
         }

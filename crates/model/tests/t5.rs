@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{KEY, cpu, golden, logits, loss_and_gradients, read_config, relative_error};
+use common::{KEY, cpu, cuda, golden, logits, loss_and_gradients, read_config, relative_error};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use trainyard_autograd::{ParamId, Parameters, Policy, Store, Tape};
@@ -71,25 +71,41 @@ fn compare(golden: &Golden, name: &str, model: &Model, gradients: &BTreeMap<Para
     assert_eq!(compared, golden.floats.keys().filter(|key| key.starts_with("grad.")).count());
 }
 
+/// Compares logits and every gradient with those of transformers.
+fn check(name: &str, device: &Device, policy: Policy) {
+    let golden = read_golden(name);
+    let (model, mut store) = load(name, device);
+    let targets = Some(golden.ints["targets"].as_slice());
+    let batch = pairs(&model, device, &golden.ints["tokens"], targets, &BOUNDS);
+    assert_eq!(batch.counted, 21);
+    let error = relative_error(&logits(&model, &store, device, &batch), &golden.floats["logits"]);
+    assert!(error <= TOLERANCE, "{name} on {device:?}: logits differ by {error:e}");
+    for eager in [true, false] {
+        let (loss, gradients) = loss_and_gradients(&model, &mut store, device, &batch, policy, eager);
+        assert!(relative_error(&[loss], &golden.floats["loss"]) <= TOLERANCE, "{name}: {loss}");
+        compare(&golden, name, &model, &gradients);
+        store = load(name, device).1;
+    }
+}
+
 #[test]
 fn logits_and_every_gradient_agree_with_transformers() {
     let devices = Isa::available().map(|isa| (Device::cpu(isa, 2, None), Policy::Everything));
     for (device, policy) in devices.chain([(cpu(), Policy::Selective)]) {
         for name in NAMES {
-            let golden = read_golden(name);
-            let (model, mut store) = load(name, &device);
-            let targets = Some(golden.ints["targets"].as_slice());
-            let batch = pairs(&model, &device, &golden.ints["tokens"], targets, &BOUNDS);
-            assert_eq!(batch.counted, 21);
-            let error = relative_error(&logits(&model, &store, &device, &batch), &golden.floats["logits"]);
-            assert!(error <= TOLERANCE, "{name} on {device:?}: logits differ by {error:e}");
-            for eager in [true, false] {
-                let (loss, gradients) = loss_and_gradients(&model, &mut store, &device, &batch, policy, eager);
-                assert!(relative_error(&[loss], &golden.floats["loss"]) <= TOLERANCE, "{name}: {loss}");
-                compare(&golden, name, &model, &gradients);
-                store = load(name, &device).1;
-            }
+            check(name, &device, policy);
         }
+    }
+}
+
+#[test]
+fn a_gpu_agrees_with_transformers_and_says_what_it_says() {
+    for (name, policy) in NAMES.into_iter().zip([Policy::Everything, Policy::Selective]) {
+        let (tested, device) = cuda();
+        check(name, &device, policy);
+        let (golden, (model, store)) = (read_golden(name), load(name, &device));
+        assert_eq!(greedy(&model, &store, &device, &golden.ints["tokens"][..37], 12), golden.ints["greedy"], "{name}");
+        assert_eq!(tested.problems(), [""; 0], "{name}");
     }
 }
 

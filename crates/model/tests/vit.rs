@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{KEY, cpu, golden, loss_and_gradients, read_config, relative_error};
+use common::{KEY, cpu, cuda, golden, loss_and_gradients, read_config, relative_error};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use trainyard_autograd::{ParamId, Parameters, Policy, Store, Tape};
@@ -97,29 +97,47 @@ fn logits_and_every_gradient_agree_with_transformers() {
     for (device, policy) in
         Isa::available().map(|isa| (Device::cpu(isa, 2, None), Policy::Everything)).chain([(cpu(), Policy::Selective)])
     {
-        let (model, mut store) = load(&device);
-        let plain = batch(&model, &device, &golden.patches, &golden.classes, None).unwrap();
-        let error = relative_error(&logits(&model, &store, &device, &plain), &golden.floats["logits"]);
-        assert!(error <= TOLERANCE, "{device:?}: logits differ by {error:e}");
-        for eager in [true, false] {
-            let (loss, gradients) = loss_and_gradients(&model, &mut store, &device, &plain, policy, eager);
-            assert!(relative_error(&[loss], &golden.floats["loss"]) <= TOLERANCE, "{loss}");
-            compare(&golden, "", &model, &gradients, TOLERANCE);
-            store = load(&device).1;
-        }
+        check(&golden, &device, policy);
     }
+}
+
+/// Compares logits and every gradient with those of transformers.
+fn check(golden: &Golden, device: &Device, policy: Policy) {
+    let (model, mut store) = load(device);
+    let plain = batch(&model, device, &golden.patches, &golden.classes, None).unwrap();
+    let error = relative_error(&logits(&model, &store, device, &plain), &golden.floats["logits"]);
+    assert!(error <= TOLERANCE, "{device:?}: logits differ by {error:e}");
+    for eager in [true, false] {
+        let (loss, gradients) = loss_and_gradients(&model, &mut store, device, &plain, policy, eager);
+        assert!(relative_error(&[loss], &golden.floats["loss"]) <= TOLERANCE, "{loss}");
+        compare(golden, "", &model, &gradients, TOLERANCE);
+        store = load(device).1;
+    }
+}
+
+/// The same of mixed images.
+fn check_mixed(golden: &Golden, device: &Device) {
+    let (model, mut store) = load(device);
+    let mixed = MixedSlices { second: &golden.second, weight: &golden.weight };
+    let mixed = batch(&model, device, &golden.patches, &golden.classes, Some(mixed)).unwrap();
+    let (loss, gradients) = loss_and_gradients(&model, &mut store, device, &mixed, Policy::Everything, true);
+    assert!(relative_error(&[loss], &golden.floats["mixed_loss"]) <= TOLERANCE, "{loss}");
+    assert!(relative_error(&[loss], &golden.floats["loss"]) > 0.01, "the second classes count");
+    compare(golden, "mixed_", &model, &gradients, TOLERANCE);
 }
 
 #[test]
 fn the_loss_of_mixed_images_is_that_of_both_classes_by_their_weights() {
-    let (golden, device) = (read_golden(), cpu());
-    let (model, mut store) = load(&device);
-    let mixed = MixedSlices { second: &golden.second, weight: &golden.weight };
-    let mixed = batch(&model, &device, &golden.patches, &golden.classes, Some(mixed)).unwrap();
-    let (loss, gradients) = loss_and_gradients(&model, &mut store, &device, &mixed, Policy::Everything, true);
-    assert!(relative_error(&[loss], &golden.floats["mixed_loss"]) <= TOLERANCE, "{loss}");
-    assert!(relative_error(&[loss], &golden.floats["loss"]) > 0.01, "the second classes count");
-    compare(&golden, "mixed_", &model, &gradients, TOLERANCE);
+    check_mixed(&read_golden(), &cpu());
+}
+
+#[test]
+fn a_gpu_agrees_with_transformers() {
+    let (golden, (tested, device)) = (read_golden(), cuda());
+    check(&golden, &device, Policy::Everything);
+    check(&golden, &device, Policy::Selective);
+    check_mixed(&golden, &device);
+    assert_eq!(tested.problems(), [""; 0]);
 }
 
 #[test]

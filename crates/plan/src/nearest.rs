@@ -77,11 +77,6 @@ impl Request {
                 self.cluster.device.name
             ));
         }
-        if let Some(lacking) = self.model_lacks().filter(|_| self.fixed.runnable) {
-            return fail(format!(
-                "no plan can be run: this program has no {lacking} yet; without --runnable they are priced"
-            ));
-        }
         if !self.has_host_tier() && self.fixed.offload == Some(true) {
             return fail(
                 "offload to the host is for devices with memory of their own: leave it open; offload to disk runs on cores, and `trainyard plan CONFIG` \
@@ -171,6 +166,14 @@ fn contradictions(request: &Request, devices: u32) -> Vec<String> {
     }
     if let Some(tp) = fixed.tp.filter(|tp| !model.heads.is_multiple_of(*tp) || !model.kv_heads.is_multiple_of(*tp)) {
         said.push(format!("tp={tp} does not divide the heads"));
+    }
+    let whole_blocks = request.extent(devices).whole_blocks && !request.is_for_another_trainer();
+    for (name, degree) in [("tp", fixed.tp), ("cp", fixed.cp)] {
+        if let Some(degree) = degree.filter(|degree| *degree > 1 && whole_blocks) {
+            said.push(format!(
+                "{name}={degree} divides blocks, which this program does not do in models with an encoder or of images"
+            ));
+        }
     }
     if let Some(ep) = fixed.ep.filter(|ep| *ep > 1 && model.experts.is_none()) {
         said.push(format!("ep={ep} splits experts, which this model has none of"));

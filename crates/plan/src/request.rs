@@ -1,11 +1,10 @@
 //! The planner's question: a model on a cluster, a batch, limits, and fixed choices.
 
 use crate::search::Budget;
-use crate::{Candidate, Extent, Fixed};
+use crate::{Extent, Fixed};
 use serde::Serialize;
 use trainyard_model::ModelSpec;
-use trainyard_program::Runnable;
-use trainyard_sim::{Cluster, Format, Generation};
+use trainyard_sim::{Cluster, Format};
 
 /// A question to the planner.
 #[derive(Clone, PartialEq, Debug)]
@@ -107,25 +106,6 @@ impl Request {
         self.fixed.is_for_another_trainer()
     }
 
-    /// The answer to whether this program can run a candidate with the model on these devices.
-    pub fn runnable(&self, candidate: &Candidate) -> Runnable {
-        match self.model_lacks() {
-            Some(lacking) => candidate.runnable().lacking(lacking),
-            None => candidate.runnable(),
-        }
-    }
-
-    /// The thing that this program lacks to run the model on these devices, whatever the candidate.
-    pub(crate) fn model_lacks(&self) -> Option<&'static str> {
-        let model = &self.model;
-        let on_gpus = self.cluster.device.family != Generation::Cpu;
-        match (model.encoder_layers > 0, model.patch_len > 0) {
-            (true, _) if on_gpus => Some("models with an encoder on GPUs"),
-            (_, true) if on_gpus => Some("models of images on GPUs"),
-            _ => None,
-        }
-    }
-
     /// The space of candidates for the model and the batch on `devices` devices.
     pub fn extent(&self, devices: u32) -> Extent {
         Extent {
@@ -136,6 +116,7 @@ impl Request {
             blocks: self.model.layers + self.model.encoder_layers,
             heads: self.model.heads,
             kv_heads: self.model.kv_heads,
+            whole_blocks: self.model.encoder_layers > 0 || self.model.patch_len > 0,
             experts: self.model.experts.map_or(1, |experts| experts.count),
             formats: self.formats.clone(),
             host_tier: self.cluster.device.family != trainyard_sim::Generation::Cpu,

@@ -16,7 +16,7 @@
 use crate::stacks::Rules;
 use crate::{Candidate, Checkpointing};
 use serde::Serialize;
-use trainyard_program::{ExpertRanks, Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier, runnable};
+use trainyard_program::{ExpertRanks, Mesh, Offload, PipelineSchedule, ReduceSchedule, Reshard, Tier};
 use trainyard_sim::Format;
 
 /// The dimensions of the model, the batch and the cluster that bound the space.
@@ -36,6 +36,9 @@ pub struct Extent {
     pub heads: u32,
     /// Number of key/value heads.
     pub kv_heads: u32,
+    /// True if this program computes each block whole, without tensor or context parallelism: models
+    /// with an encoder, and models of images.
+    pub whole_blocks: bool,
     /// Number of experts of a block; 1 for dense models.
     pub experts: u32,
     /// Number formats to try.
@@ -69,8 +72,6 @@ pub struct Fixed {
     pub checkpointing: Option<Mode>,
     /// True if state may lie on the host, false if it must not.
     pub offload: Option<bool>,
-    /// True to leave out what this program cannot run.
-    pub runnable: bool,
     /// The rules of the trainer that is planned for; None: everything that can be lowered.
     #[serde(skip)]
     pub rules: Option<Rules>,
@@ -147,15 +148,22 @@ pub fn candidates(extent: &Extent, fixed: &Fixed) -> Vec<Candidate> {
 pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
     let mut all = Vec::new();
     let devices = u64::from(extent.devices);
+    let whole_blocks = extent.whole_blocks && !fixed.is_for_another_trainer();
     for tp in divisors(devices, u64::from(extent.devices_per_node)) {
         let splits = |n: u32| u64::from(n).is_multiple_of(tp);
         if !splits(extent.heads) || !splits(extent.kv_heads) || !allowed(fixed.tp, tp as u32) {
+            continue;
+        }
+        if whole_blocks && tp > 1 {
             continue;
         }
         for cp in divisors(devices / tp, extent.sequence_length / CONTEXT_TOKENS_MIN.min(extent.sequence_length)) {
             // Causal attention is balanced by giving each rank one piece from either end of the
             // sequence.
             if !extent.sequence_length.is_multiple_of(2 * cp) && cp > 1 || !allowed(fixed.cp, cp as u32) {
+                continue;
+            }
+            if whole_blocks && cp > 1 {
                 continue;
             }
             for pp in divisors(devices / tp / cp, u64::from(STAGES_MAX.min(extent.blocks))) {
@@ -183,7 +191,6 @@ pub fn meshes(extent: &Extent, fixed: &Fixed) -> Vec<Mesh> {
                             && allowed(fixed.dp_shard, mesh.dp_shard)
                             && allowed(fixed.ep, mesh.ep)
                             && ranks.is_multiple_of(ep)
-                            && (!fixed.runnable || runnable(&mesh).is_yes())
                             && fixed.rules.as_ref().is_none_or(|rules| rules.allows(&mesh));
                         if wanted {
                             all.push(mesh);
@@ -324,6 +331,7 @@ mod tests {
             blocks: 80,
             heads: 64,
             kv_heads: 8,
+            whole_blocks: false,
             experts: 1,
             formats: vec![Format::Bf16],
             host_tier: true,
@@ -365,8 +373,7 @@ mod tests {
             assert_eq!((candidate.micro_batch, candidate.checkpointing.full), (1, 80));
             assert_eq!(candidate.offload, Offload::default());
         }
-        let runnable = Fixed { runnable: true, ..Fixed::default() };
-        let all = candidates(&extent(), &runnable);
+        let all = candidates(&extent(), &Fixed::default());
         assert!(all.iter().all(|candidate| candidate.runnable().is_yes()));
         assert!(all.iter().any(|candidate| candidate.mesh.tp > 1 && candidate.mesh.pp > 1));
         assert!(all.iter().any(|candidate| candidate.mesh.cp > 1));
@@ -375,7 +382,6 @@ mod tests {
         let mixture = Extent { experts: 8, ..extent() };
         let divides = |fixed| meshes(&mixture, &fixed).into_iter().filter(|mesh| mesh.ep > 1).collect::<Vec<_>>();
         let own = divides(Fixed::default());
-        assert_eq!(own, divides(runnable.clone()));
         assert!(!own.is_empty() && own.iter().all(Mesh::experts_of_replicas));
         let titan = crate::stacks::StackProfile::named("torchtitan").unwrap().rules;
         let others = divides(Fixed { rules: Some(titan), ..Fixed::default() });
@@ -383,7 +389,12 @@ mod tests {
         // Offload to the host is for GPUs; CPU cores have no other host.
         let on_host = |candidate: &Candidate| candidate.offload != Offload::default();
         assert!(all.iter().any(on_host));
-        assert!(!candidates(&Extent { host_tier: false, ..extent() }, &runnable).iter().any(on_host));
+        assert!(!candidates(&Extent { host_tier: false, ..extent() }, &Fixed::default()).iter().any(on_host));
+        // Other trainers may divide the blocks of a T5.
+        let whole = Extent { whole_blocks: true, ..extent() };
+        let divides = |fixed| meshes(&whole, &fixed).iter().any(|mesh| mesh.tp * mesh.cp > 1);
+        let megatron = crate::stacks::StackProfile::named("megatron").unwrap().rules;
+        assert!(!divides(Fixed::default()) && divides(Fixed { rules: Some(megatron), ..Fixed::default() }));
     }
 
     #[test]

@@ -135,9 +135,6 @@ pub fn cells(request: &Request, plan: &Plan) -> Vec<String> {
     if request.formats.len() > 1 {
         how.insert(0, candidate.format.name().to_owned());
     }
-    if !request.is_for_another_trainer() && !request.runnable(candidate).is_yes() {
-        how.push("priced, not runnable yet".to_owned());
-    }
     let mut columns = vec![
         plan.layout.clone(),
         format!("{} x {}", candidate.micro_batch, candidate.accumulation),
@@ -268,9 +265,6 @@ pub fn details_of(request: &Request, plan: &Plan, number: usize, bytes_max: u64)
             format_args!("${}", format_count(1e6 * usd))
         ))
     );
-    if !request.is_for_another_trainer() && !request.runnable(candidate).is_yes() {
-        let _ = writeln!(text, "{}", request.runnable(candidate));
-    }
     text
 }
 

@@ -32,18 +32,6 @@ pub fn runnable(mesh: &Mesh) -> Runnable {
     Runnable::PricedOnly { lacks: vec![format!("expert parallelism inside a shard group (degree {})", mesh.ep)] }
 }
 
-impl Runnable {
-    /// The same, of something that the engine lacks besides, in words.
-    pub fn lacking(self, what: &str) -> Runnable {
-        let mut lacks = match self {
-            Runnable::Yes => Vec::new(),
-            Runnable::PricedOnly { lacks } => lacks,
-        };
-        lacks.push(what.to_owned());
-        Runnable::PricedOnly { lacks }
-    }
-}
-
 impl fmt::Display for Runnable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -124,11 +124,8 @@ pub struct Args {
     /// Price what a trainer's settings run, and show what would be better: DeepSpeed's JSON,
     /// torchtitan's TOML, Accelerate's YAML, or a script with arguments of Megatron-LM or keys of
     /// NeMo.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["export", "html", "timeline", "what_if", "show", "runnable"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["export", "html", "timeline", "what_if", "show"])]
     from: Option<PathBuf>,
-    /// Search only plans that this program can run.
-    #[arg(long)]
-    runnable: bool,
     /// Time limit of the search in seconds. If it does not suffice to prove the best plan, the
     /// answer says by how much another could be better. Default: a few seconds, counted in
     /// simulated instructions, so that every machine gives the same answer.
@@ -239,7 +236,7 @@ pub fn run(args: &Args) -> Result<()> {
     let compared = if stack.is_none() { stacks::compare(&request, &facts)? } else { Vec::new() };
     if args.json {
         let mut value = to_json(&request, &answer, &different);
-        value["stacks"] = stacks::to_json(&request, &compared);
+        value["stacks"] = stacks::to_json(&compared);
         return print(format_args!("{value:#}\n"));
     }
     let mut text = table::table(&request, &answer);
@@ -378,7 +375,7 @@ fn request_with(args: &Args, profiles: &Profiles, from: Option<&Settings>) -> Re
             devices: args.max_gpus,
             usd_per_hour: args.max_cost_per_hour,
         },
-        fixed: fixed(&args.fix, args.runnable)?,
+        fixed: fixed(&args.fix)?,
         objective: if args.objective == Best::Cost { Objective::Cost } else { Objective::Speed },
         shown: usize::from(args.top),
         threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
@@ -554,8 +551,8 @@ fn size(text: &str) -> Result<u64> {
 }
 
 /// Parses `--fix`: `tp=8`, `checkpointing=full` ...
-fn fixed(choices: &[String], runnable: bool) -> Result<Fixed> {
-    let mut fixed = Fixed { runnable, ..Fixed::default() };
+fn fixed(choices: &[String]) -> Result<Fixed> {
+    let mut fixed = Fixed::default();
     for choice in choices {
         let (name, value) = choice.split_once('=').with_context(|| format!("--fix {choice}: write CHOICE=VALUE"))?;
         let number = || {
@@ -661,7 +658,7 @@ fn scaling(request: &Request, facts: &Facts, answer: &Answer) -> Vec<Scaling> {
 
 fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answer, PlanError>)]) -> Value {
     let differences = different.iter().map(|(what, then)| match then {
-        Ok(then) => json!({"change": what, "best": plan_json(request, &then.plans[0])}),
+        Ok(then) => json!({"change": what, "best": plan_json(&then.plans[0])}),
         Err(error) => json!({"change": what, "error": error.to_string()}),
     });
     json!({
@@ -681,7 +678,7 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
         "basis": answer.basis,
         "equal_plans": answer.basis.equal(&answer.plans),
         "plans": answer.plans.iter().map(|plan| {
-            let mut value = plan_json(request, plan);
+            let mut value = plan_json(plan);
             value["sets"] = settings(request, plan).ok().into();
             value
         }).collect::<Vec<_>>(),
@@ -691,7 +688,7 @@ fn to_json(request: &Request, answer: &Answer, different: &[(String, Result<Answ
 }
 
 /// A plan of a request as JSON.
-pub fn plan_json(request: &Request, plan: &Plan) -> Value {
+pub fn plan_json(plan: &Plan) -> Value {
     let candidate = &plan.candidate;
     let memory: serde_json::Map<String, Value> = plan
         .memory
@@ -715,7 +712,7 @@ pub fn plan_json(request: &Request, plan: &Plan) -> Value {
         "pipeline_schedule": candidate.pipeline,
         "pipeline_cuts": plan.cuts,
         "precision": candidate.format.name(),
-        "runnable": request.runnable(candidate).is_yes(),
+        "runnable": candidate.runnable().is_yes(),
         "step_s": plan.step_s,
         "step_s_interval": plan.step_interval,
         "memory_bytes_interval": plan.memory_interval,

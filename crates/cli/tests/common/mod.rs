@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
+pub mod images;
+
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;

@@ -23,6 +23,11 @@ const fn small_tiles(of_rows: u32) -> Rule {
     Rule::Tiles { rows: 16, threads: 128, shared: 2 * 32 * 4, shared_a_column: (16 * of_rows + 2 * 32) * 4 }
 }
 
+/// A block for each shift and part of the gradient of distances' numbers, and for each head.
+const fn shifts(threads: u32, shared: u32, shared_a_column: u32) -> Rule {
+    Rule::Tiles { rows: 1, threads, shared, shared_a_column }
+}
+
 /// Elements of dropout whose random bits come from one group of counters.
 pub const DROPOUT_GROUP: usize = 128;
 
@@ -37,6 +42,13 @@ pub const DROPOUT_GROUP: usize = 128;
 const FORWARD: &str = "const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
 const BACKWARD_QUERIES: &str = "const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
 const BACKWARD_KEYS: &str = "const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+
+// With numbers by distance, `bias` [heads, 2 reach - 1], added to scores: of column
+// reach - 1 + query - key, both rows of one fused matrix.
+const FORWARD_BIASED: &str = "const T* q, const T* kv, T* out, float* lse, const int* starts, const int* ends, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach";
+const BACKWARD_QUERIES_BIASED: &str = "const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dq, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach";
+const BACKWARD_KEYS_BIASED: &str = "const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, T* dkv, int rows, int columns, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach";
+const BIAS_GRADIENT: &str = "const T* q, const T* kv, const T* dout, const float* lse, const float* delta, const int* starts, const int* ends, float* partials, int rows, int q_stride, int kv_stride, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach, int parts";
 
 kernels! {
     /// out and lse, by multiply-adds: any dtype, head_dim up to 256.
@@ -56,11 +68,28 @@ kernels! {
     ATTENTION_BACKWARD_QUERIES = "attention_backward_queries", Attention, small_tiles(2), BACKWARD_QUERIES;
     /// The gradients of keys and values, of `columns` queries. Sizes: rows, kv_heads, head_dim.
     ATTENTION_BACKWARD_KEYS = "attention_backward_keys", Attention, small_tiles(2), BACKWARD_KEYS;
+    /// As `attention`, with numbers by distance.
+    ATTENTION_BIASED = "attention_biased", Attention, small_tiles(1), FORWARD_BIASED;
+    /// As `attention_backward_queries`, with numbers by distance.
+    ATTENTION_BIASED_BACKWARD_QUERIES = "attention_biased_backward_queries", Attention, small_tiles(2), BACKWARD_QUERIES_BIASED;
+    /// As `attention_backward_keys`, with numbers by distance.
+    ATTENTION_BIASED_BACKWARD_KEYS = "attention_biased_backward_keys", Attention, small_tiles(2), BACKWARD_KEYS_BIASED;
+    /// Sums over diagonals of tiles of 16 queries and 32 keys, of which the gradient of `bias` is
+    /// made: partials [heads, parts, shifts, 47] ([`BiasTile`](super::BiasTile)). Sizes: parts
+    /// times shifts, heads, head_dim.
+    ATTENTION_BIAS_GRADIENT = "attention_bias_gradient", Attention, shifts(128, 2 * 32 * 4 + 16 * 32 * 4, (16 * 2 + 2 * 32) * 4), BIAS_GRADIENT;
+    /// dbias [heads, 2 reach - 1] from the partials of tiles of `rows` queries and `columns` keys.
+    /// Sizes: heads (2 reach - 1).
+    ATTENTION_BIAS_SUM = "attention_bias_sum", Attention, Rule::Elements,
+        "const float* partials, float* dbias, int heads, int reach, int parts, int rows, int columns";
     /// New tokens over a cache: qkv [n, ..], keys and values
     /// [at least start + n, kv_heads head_dim], which hold the new tokens' too; out
     /// [n, heads head_dim]. Sizes: n, heads, head_dim.
     ATTENTION_DECODE = "attention_decode", Attention, Rule::Queries,
         "const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window";
+    /// As `attention_decode`, with numbers by distance.
+    ATTENTION_DECODE_BIASED = "attention_decode_biased", Attention, Rule::Queries,
+        "const T* qkv, const T* keys, const T* values, T* out, int n, int start, int heads, int kv_heads, int head_dim, float scale, int causal, int window, const float* bias, int reach";
     /// Writes the key and value columns of qkv [n, ..] to rows `start ..` of the caches. Sizes: n
     /// kv_heads head_dim.
     CACHE_APPEND = "cache_append", Attention, Rule::Elements,
@@ -78,6 +107,25 @@ kernels! {
     ATTENTION_BACKWARD_KEYS_MMA_64 = "attention_backward_keys_mma_64", AttentionMma, tiles(64 << 10), BACKWARD_KEYS;
     /// As `attention_backward_keys`, for heads of up to 128 columns on tensor cores.
     ATTENTION_BACKWARD_KEYS_MMA_128 = "attention_backward_keys_mma_128", AttentionMma, tiles(96 << 10), BACKWARD_KEYS;
+
+    /// As `attention_biased`, for heads of up to 64 columns on tensor cores.
+    ATTENTION_BIASED_MMA_64 = "attention_biased_mma_64", AttentionMma, tiles(48 << 10), FORWARD_BIASED;
+    /// As `attention_biased`, for heads of up to 128 columns on tensor cores.
+    ATTENTION_BIASED_MMA_128 = "attention_biased_mma_128", AttentionMma, tiles(96 << 10), FORWARD_BIASED;
+    /// As `attention_biased_backward_queries`, for heads of up to 64 columns on tensor cores.
+    ATTENTION_BIASED_BACKWARD_QUERIES_MMA_64 = "attention_biased_backward_queries_mma_64", AttentionMma, tiles(64 << 10), BACKWARD_QUERIES_BIASED;
+    /// As `attention_biased_backward_queries`, for heads of up to 128 columns on tensor cores.
+    ATTENTION_BIASED_BACKWARD_QUERIES_MMA_128 = "attention_biased_backward_queries_mma_128", AttentionMma, tiles(96 << 10), BACKWARD_QUERIES_BIASED;
+    /// As `attention_biased_backward_keys`, for heads of up to 64 columns on tensor cores.
+    ATTENTION_BIASED_BACKWARD_KEYS_MMA_64 = "attention_biased_backward_keys_mma_64", AttentionMma, tiles(48 << 10), BACKWARD_KEYS_BIASED;
+    /// As `attention_biased_backward_keys`, for heads of up to 128 columns on tensor cores.
+    ATTENTION_BIASED_BACKWARD_KEYS_MMA_128 = "attention_biased_backward_keys_mma_128", AttentionMma, tiles(80 << 10), BACKWARD_KEYS_BIASED;
+    /// As `attention_bias_gradient`, for heads of up to 64 columns on tensor cores: tiles of 128
+    /// queries and 64 keys.
+    ATTENTION_BIAS_GRADIENT_MMA_64 = "attention_bias_gradient_mma_64", AttentionMma, shifts(256, 48 << 10, 0), BIAS_GRADIENT;
+    /// As `attention_bias_gradient`, for heads of up to 128 columns on tensor cores: tiles of 128
+    /// queries and 64 keys.
+    ATTENTION_BIAS_GRADIENT_MMA_128 = "attention_bias_gradient_mma_128", AttentionMma, shifts(256, 96 << 10, 0), BIAS_GRADIENT;
 
     /// As `attention`, for heads of up to 64 columns by warpgroups on the tensor cores of Hopper.
     ATTENTION_WARPGROUP_64 = "attention_warpgroup_64", AttentionWarpgroup, tiles(48 << 10), FORWARD;

@@ -2,6 +2,8 @@
 //! form on tensor cores has those of the CPU's tiles, which round probabilities and their gradients
 //! to the operands' dtype too.
 
+mod biased;
+
 use super::device::{Buffer, NULL, both_orders, dtypes, float, launch, on_hopper, values, wide};
 use trainyard_cuda::kernels::{self, Argument, AttentionForm, AttentionKernels, Float};
 use trainyard_tensor::cpu::attention::AttentionSpec;

@@ -249,9 +249,5 @@ impl Resolver {
                 self.problem(key, message);
             }
         }
-        if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
-            let message = "compute.device = \"cuda\": models of images have not been tried on a GPU; set it to \"cpu\"";
-            self.problem("compute.device", message);
-        }
     }
 }

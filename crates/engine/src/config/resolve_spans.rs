@@ -1,6 +1,5 @@
 //! Resolves span corruption, and refuses what does not go with a model that has an encoder.
 
-use super::DeviceKind;
 use super::error::Origin;
 use super::resolve::{Inputs, Resolver, usual_sequence_length};
 use super::resolve_parallel::Parallel;
@@ -97,11 +96,6 @@ impl Resolver {
                 );
                 self.problem(key, message);
             }
-        }
-        if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
-            let message = "compute.device = \"cuda\": there are no kernels of a model with an encoder for GPUs; set it to \
-                           \"cpu\"";
-            self.problem("compute.device", message);
         }
         let teacher = self.config.distillation.teacher.clone();
         self.unused("distillation.teacher", &teacher, "a model with an encoder learns from its text alone");

@@ -39,8 +39,16 @@ use trainyard_tensor::{DType, Device, Purpose, Tensor};
 /// # Errors
 /// The reason why they cannot be captured, in words: for example, other lanes work between them.
 pub fn stretch(program: &Program, model: &Model) -> Result<Range<usize>, String> {
-    if model.spec().is_some_and(|spec| spec.experts.is_some()) {
-        return Err("each forward notes for the host how its tokens chose experts".to_owned());
+    if let Some(spec) = model.spec() {
+        for (has, why) in [
+            (spec.experts.is_some(), "each forward notes for the host how its tokens chose experts"),
+            (spec.encoder.is_some(), "each block brings the distances of its batch's sequences to the GPU"),
+            (spec.image.is_some(), "the host waits for a check of the classes of each batch"),
+        ] {
+            if has {
+                return Err(why.to_owned());
+            }
+        }
     }
     let ranks = program.mesh.ranks();
     if ranks > 1 {

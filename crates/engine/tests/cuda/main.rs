@@ -4,6 +4,7 @@
 
 mod graphs;
 mod on_host;
+mod sides_and_images;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -74,6 +75,7 @@ fn resolved(model: &str, sets: &[&str]) -> Resolved {
 /// Settings of a run of a small model.
 struct Trial {
     spec: ModelSpec,
+    shape: BatchShape,
     settings: RankSettings,
     program: Program,
 }
@@ -88,19 +90,23 @@ impl Trial {
         let spec = shape::model_spec(&resolved).unwrap();
         let model = Model::new(spec.clone()).unwrap();
         let dtype = shape::compute_dtype(&resolved);
-        let model_shape = shape::model_shape(&model, &BatchShape::uniform(ROWS, LENGTH), dtype).unwrap();
+        let batch = shape::batch_shape(&resolved, &model);
+        let model_shape = shape::model_shape(&model, &batch, dtype).unwrap();
         let strategy = Strategy { snapshot, ..shape::strategy(&resolved, model.units().len()).unwrap() };
         let program = lower_rank(&model_shape, &Mesh::default(), &strategy, 0).unwrap();
         check(&program).unwrap();
-        Trial { spec, settings: shape::rank_settings(&resolved), program }
+        Trial { spec, shape: batch, settings: shape::rank_settings(&resolved), program }
     }
 
     fn model(&self) -> Model {
         Model::new(self.spec.clone()).unwrap()
     }
 
-    /// Two rows in which each token is a function of the one before.
+    /// Two rows in which each token is a function of the one before; or pairs or images.
     fn batch(&self, device: &Device, model: &Model, number: usize) -> Batch {
+        if self.shape.paired || self.shape.patch_len.is_some() {
+            return sides_and_images::batch(self, device, model, number);
+        }
         let vocab = self.spec.vocab_size as i32;
         let mut tokens = Vec::new();
         let mut targets = Vec::new();

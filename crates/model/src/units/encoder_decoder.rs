@@ -20,9 +20,10 @@ use crate::spec::{EncoderSpec, ModelSpec};
 use crate::unit::{Forward, Unit, require_input};
 use crate::{ModelError, Result};
 use trainyard_autograd::{ParamId, Tape, Var};
+use trainyard_tensor::DType;
 use trainyard_tensor::cpu::attention::AttentionSpec;
 use trainyard_tensor::cpu::gemm::Activation;
-use trainyard_tensor::{DType, Purpose};
+use trainyard_tensor::ops::plain::Indices;
 
 /// A block of the encoder or of the decoder.
 #[derive(Debug)]
@@ -151,8 +152,7 @@ impl SideBlock {
 
     /// The numbers of distances up to `reach` for each head: f32 [h, 2 reach - 1].
     fn distances(&self, tape: &mut Tape<'_>, reach: usize) -> Result<Var> {
-        let buckets = self.buckets.of_all(reach);
-        let buckets = tape.device().tensor([buckets.len()], &buckets, Purpose::Data)?;
+        let buckets = Indices::of_host(tape.device(), &self.buckets.of_all(reach), self.buckets.count)?;
         let table = tape.param(self.bias[0])?;
         let table = tape.cast(&table, DType::F32)?;
         Ok(tape.index_select(&table, 1, &buckets)?)

@@ -5,10 +5,13 @@ pub mod golden;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use trainyard_autograd::{ParamId, Parameters, Policy, RandomKey, Store, Tape};
 use trainyard_model::weights::WeightReader;
 use trainyard_model::{Batch, Forward, Model, ModelSpec, Output, hf};
 use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::cuda::Cuda;
+use trainyard_tensor::cuda::tested::Tested;
 use trainyard_tensor::ops::cast;
 use trainyard_tensor::{DType, Device, Purpose};
 
@@ -45,6 +48,14 @@ pub fn golden(name: &str) -> PathBuf {
     // The folder in which cargo runs the test. The compiled sources may have moved.
     let root = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     Path::new(&root).join("tests/golden").join(name)
+}
+
+/// A GPU, or emulated kernels.
+pub fn cuda() -> (Tested, Device) {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");
+    let tested = Tested::new(&folder, 0).unwrap_or_else(|problem| panic!("{problem}"));
+    let device = Device::cuda(Arc::new(Cuda::new(tested.driver.clone(), 1)), None);
+    (tested, device)
 }
 
 pub fn cpu() -> Device {

@@ -411,6 +411,7 @@ mod tests {
             blocks: 32,
             heads: 32,
             kv_heads: 8,
+            whole_blocks: false,
             experts: 1,
             formats: vec![Format::Bf16, Format::Fp8],
             host_tier: true,

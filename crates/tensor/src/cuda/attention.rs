@@ -1,14 +1,14 @@
 //! Attention and rotary positions.
 
 use super::Cuda;
-use super::launch::args;
+use super::launch::{Arg, args};
 use crate::cpu::attention::AttentionSpec;
 use crate::cpu::rope::{RopeTable, Rotation};
 use crate::error::Result;
 use crate::ops::HeadLayout;
 use crate::{DType, Device, Purpose, Tensor, bf16, ensure_shape, f16};
 use std::sync::Arc;
-use trainyard_cuda::kernels::{self as k, AttentionForm, HEAD_DIM_MAX};
+use trainyard_cuda::kernels::{self as k, AttentionForm, AttentionKernels, BiasTile, HEAD_DIM_MAX};
 
 /// Tensor cores read 16 bytes at a time.
 const ALIGNMENT: u64 = 16;
@@ -91,15 +91,15 @@ impl Cuda {
         let (width, out_width) = ((heads + 2 * kv_heads) * head_dim, heads * head_dim);
         let qkv = super::peak::random(&device, &[m, width], dtype, 1)?;
         let dout = super::peak::random(&device, &[m, out_width], dtype, 2)?;
-        let bounds = device.tensor([2, m], &rows_of_segments(segments), Purpose::Workspace)?;
+        let bounds = device.tensor([2, m], &rows_of_segments(segments, segments), Purpose::Workspace)?;
         let [out, dqkv] = [out_width, width].map(|width| device.zeros([m, width], dtype, Purpose::Workspace));
         let [lse, delta] = [(); 2].map(|()| device.zeros([heads, m], DType::F32, Purpose::Workspace));
         let (out, dqkv, lse, delta) = (out?, dqkv?, lse?, delta?);
         let (kv, dkv) = (keys_of(&qkv, &spec)?, keys_of(&dqkv, &spec)?);
-        forward_by(form, self, fused(&qkv, &kv), &spec, &bounds, &out, &lse)?;
+        forward_by(form, self, fused(&qkv, &kv), &spec, None, &bounds, [&out, &lse])?;
         delta_of(self, [&dout, &out], None, &spec, &delta)?;
         let seen = Seen { by_queries: &bounds, of_keys: &bounds };
-        backward_by(form, self, fused(&qkv, &kv), [&dout, &lse, &delta], &spec, seen, fused(&dqkv, &dkv))?;
+        backward_by(form, self, fused(&qkv, &kv), [&dout, &lse, &delta], &spec, None, seen, fused(&dqkv, &dkv))?;
         Ok([lse.to_f32_vec()?, out.to_f32_vec()?, dqkv.to_f32_vec()?])
     }
 
@@ -150,6 +150,29 @@ pub(crate) struct Seen<'a> {
     pub of_keys: &'a Tensor,
 }
 
+/// Numbers of each head that are added to scores, by the query's row less the key's, both of one
+/// fused matrix: f32 [h, 2 reach - 1]. No segment is longer than `reach`.
+#[derive(Clone, Copy)]
+pub(crate) struct Distances<'a> {
+    pub table: &'a Tensor,
+    pub reach: usize,
+}
+
+impl<'a> Distances<'a> {
+    /// The last arguments of kernels that add them.
+    fn args(self) -> [Arg<'a>; 2] {
+        [Arg::from(self.table), Arg::from(self.reach)]
+    }
+}
+
+/// The kernels of a form, with numbers by distance or without.
+fn kernels_of(form: AttentionForm, spec: &AttentionSpec, bias: Option<Distances<'_>>) -> AttentionKernels {
+    match bias {
+        None => form.kernels(spec.head_dim),
+        Some(_) => form.biased_kernels(spec.head_dim).attention,
+    }
+}
+
 /// The columns of a fused matrix from its first key head on.
 fn keys_of(qkv: &Tensor, spec: &AttentionSpec) -> Result<Tensor> {
     let first = spec.q_cols().min(qkv.elements());
@@ -175,6 +198,20 @@ pub(crate) fn attention(
     attention_over(gpu, fused(qkv, &kv), spec, bounds, out, lse)
 }
 
+/// [`attention`] with `bias` added to scores.
+pub(crate) fn biased_attention(
+    gpu: &Arc<Cuda>,
+    qkv: &Tensor,
+    bias: Distances<'_>,
+    spec: &AttentionSpec,
+    bounds: &Tensor,
+    results: [&Tensor; 2],
+) -> Result<()> {
+    let kv = keys_of(qkv, spec)?;
+    let form = gpu.form("biased_attention", qkv, spec)?;
+    forward_by(form, gpu, fused(qkv, &kv), spec, Some(bias), bounds, results)
+}
+
 /// Attention of queries over keys and values; `bounds` are what [`Seen::by_queries`] has.
 pub(crate) fn attention_over(
     gpu: &Arc<Cuda>,
@@ -184,7 +221,7 @@ pub(crate) fn attention_over(
     out: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
-    forward_by(gpu.form("attention", read.q, spec)?, gpu, read, spec, bounds, out, lse)
+    forward_by(gpu.form("attention", read.q, spec)?, gpu, read, spec, None, bounds, [out, lse])
 }
 
 fn forward_by(
@@ -192,17 +229,19 @@ fn forward_by(
     gpu: &Arc<Cuda>,
     Heads { q, kv, queries: [rows, q_stride], keys: [_, kv_stride] }: Heads<'_>,
     spec: &AttentionSpec,
+    bias: Option<Distances<'_>>,
     bounds: &Tensor,
-    out: &Tensor,
-    lse: &Tensor,
+    [out, lse]: [&Tensor; 2],
 ) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, scale, .. } = *spec;
     let (starts, ends) = (bounds.narrow(0..1)?, bounds.narrow(1..2)?);
     let (causal, window) = causal(spec);
-    let args = args![
+    let mut args = args![
         q, kv, out, lse, &starts, &ends, rows, q_stride, kv_stride, heads, kv_heads, head_dim, scale, causal, window
-    ];
-    gpu.launch(form.kernels(head_dim).forward, q.dtype(), [rows, heads, head_dim], args)
+    ]
+    .to_vec();
+    args.extend(bias.into_iter().flat_map(Distances::args));
+    gpu.launch(kernels_of(form, spec, bias).forward, q.dtype(), [rows, heads, head_dim], &args)
 }
 
 /// `bounds` as in [`attention`]; `delta`: scratch [h, m].
@@ -218,6 +257,43 @@ pub(crate) fn attention_backward(
     let seen = Seen { by_queries: bounds, of_keys: bounds };
     delta_of(gpu, [dout, out], None, spec, delta)?;
     attention_over_backward(gpu, fused(qkv, &kv), [dout, lse, delta], spec, seen, fused(dqkv, &dkv))
+}
+
+/// Floats of the scratch that the gradient of `bias` needs, whatever the form.
+pub(crate) fn bias_scratch(spec: &AttentionSpec, rows: usize, reach: usize) -> usize {
+    let of = |tile: BiasTile| tile.partials(spec.heads, rows, reach);
+    of(BiasTile::SMALL).max(of(BiasTile::LARGE))
+}
+
+/// The gradients of [`biased_attention`]; `delta` is scratch [h, m], `partials` that of
+/// [`bias_scratch`].
+pub(crate) fn biased_attention_backward(
+    gpu: &Arc<Cuda>,
+    [dout, qkv, out, lse]: [&Tensor; 4],
+    bias: Distances<'_>,
+    spec: &AttentionSpec,
+    bounds: &Tensor,
+    [delta, partials]: [&Tensor; 2],
+    [dqkv, dbias]: [&Tensor; 2],
+) -> Result<()> {
+    let AttentionSpec { heads, kv_heads, head_dim, scale, .. } = *spec;
+    let form = gpu.form("biased_attention_backward", qkv, spec)?;
+    let (kv, dkv) = (keys_of(qkv, spec)?, keys_of(dqkv, spec)?);
+    let seen = Seen { by_queries: bounds, of_keys: bounds };
+    delta_of(gpu, [dout, out], None, spec, delta)?;
+    backward_by(form, gpu, fused(qkv, &kv), [dout, lse, delta], spec, Some(bias), seen, fused(dqkv, &dkv))?;
+
+    let (kernel, tile) = form.biased_kernels(head_dim).gradient;
+    let (rows, stride, parts) = (qkv.rows(), qkv.last_dim(), BiasTile::parts(qkv.rows()));
+    let (starts, ends) = (bounds.narrow(0..1)?, bounds.narrow(1..2)?);
+    let (causal, window) = causal(spec);
+    let args = args![
+        qkv, &kv, dout, lse, delta, &starts, &ends, partials, rows, stride, stride, heads, kv_heads, head_dim, scale,
+        causal, window, bias.table, bias.reach, parts
+    ];
+    gpu.launch(kernel, qkv.dtype(), [parts * tile.shifts(bias.reach), heads, head_dim], args)?;
+    let args = args![partials, dbias, heads, bias.reach, parts, tile.rows, tile.columns];
+    gpu.launch(&k::ATTENTION_BIAS_SUM, qkv.dtype(), [dbias.elements(), 1, 1], args)
 }
 
 /// delta [h, n] = the sum of dout out over the columns of each head, less the gradient `dlse`
@@ -270,7 +346,8 @@ pub(crate) fn attention_over_backward(
     seen: Seen<'_>,
     gradients: Heads<'_>,
 ) -> Result<()> {
-    backward_by(gpu.form("attention_backward", read.q, spec)?, gpu, read, given, spec, seen, gradients)
+    let form = gpu.form("attention_backward", read.q, spec)?;
+    backward_by(form, gpu, read, given, spec, None, seen, gradients)
 }
 
 fn backward_by(
@@ -279,29 +356,36 @@ fn backward_by(
     Heads { q, kv, queries: [queries, q_stride], keys: [keys, kv_stride] }: Heads<'_>,
     [dout, lse, delta]: [&Tensor; 3],
     spec: &AttentionSpec,
+    bias: Option<Distances<'_>>,
     seen: Seen<'_>,
     Heads { q: dq, kv: dkv, .. }: Heads<'_>,
 ) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, scale, .. } = *spec;
     let (causal, window) = causal(spec);
-    let (dtype, kernels) = (q.dtype(), form.kernels(head_dim));
+    let (dtype, kernels) = (q.dtype(), kernels_of(form, spec, bias));
+    let added = || bias.into_iter().flat_map(Distances::args);
     let (starts, ends) = (seen.by_queries.narrow(0..1)?, seen.by_queries.narrow(1..2)?);
-    let args = args![
+    let mut args = args![
         q, kv, dout, lse, delta, &starts, &ends, dq, queries, q_stride, kv_stride, heads, kv_heads, head_dim, scale,
         causal, window
-    ];
-    gpu.launch(kernels.backward_queries, dtype, [queries, heads, head_dim], args)?;
+    ]
+    .to_vec();
+    args.extend(added());
+    gpu.launch(kernels.backward_queries, dtype, [queries, heads, head_dim], &args)?;
     let (starts, ends) = (seen.of_keys.narrow(0..1)?, seen.of_keys.narrow(1..2)?);
-    let args = args![
+    let mut args = args![
         q, kv, dout, lse, delta, &starts, &ends, dkv, keys, queries, q_stride, kv_stride, heads, kv_heads, head_dim,
         scale, causal, window
-    ];
-    gpu.launch(kernels.backward_keys, dtype, [keys, kv_heads, head_dim], args)
+    ]
+    .to_vec();
+    args.extend(added());
+    gpu.launch(kernels.backward_keys, dtype, [keys, kv_heads, head_dim], &args)
 }
 
 pub(crate) fn attention_decode(
     gpu: &Arc<Cuda>,
     qkv: &Tensor,
+    bias: Option<Distances<'_>>,
     spec: &AttentionSpec,
     [keys, values]: [&Tensor; 2],
     start: usize,
@@ -312,8 +396,10 @@ pub(crate) fn attention_decode(
     let (causal, window) = causal(spec);
     let append = args![qkv, keys, values, n, start, heads, kv_heads, head_dim];
     gpu.launch(&k::CACHE_APPEND, qkv.dtype(), [n * kv_heads * head_dim, 1, 1], append)?;
-    let args = args![qkv, keys, values, out, n, start, heads, kv_heads, head_dim, scale, causal, window];
-    gpu.launch(&k::ATTENTION_DECODE, qkv.dtype(), [n, heads, head_dim], args)
+    let mut args = args![qkv, keys, values, out, n, start, heads, kv_heads, head_dim, scale, causal, window].to_vec();
+    args.extend(bias.into_iter().flat_map(Distances::args));
+    let kernel = if bias.is_some() { &k::ATTENTION_DECODE_BIASED } else { &k::ATTENTION_DECODE };
+    gpu.launch(kernel, qkv.dtype(), [n, heads, head_dim], &args)
 }
 
 /// `on_device`: the table's cosines, then its sines, [2, positions, dim / 2].
@@ -343,14 +429,15 @@ pub(crate) fn rope_table(device: &crate::Device, table: &RopeTable) -> Result<Te
     device.tensor([2, table.positions, table.dim / 2], &values, crate::Purpose::Workspace)
 }
 
-/// The bounds of segments as [`attention`] reads them, [2, m].
-pub(crate) fn rows_of_segments(bounds: &[i32]) -> Vec<i32> {
+/// For each row of the segments that `bounds` has, the bounds of the segment of `seen` with the same
+/// number, as kernels read them: the first rows, then the ends, [2, m].
+pub(crate) fn rows_of_segments(bounds: &[i32], seen: &[i32]) -> Vec<i32> {
     let m = bounds[bounds.len() - 1] as usize;
     let mut values = vec![0; 2 * m];
-    for pair in bounds.windows(2) {
-        let rows = pair[0] as usize..pair[1] as usize;
-        values[rows.clone()].fill(pair[0]);
-        values[m + rows.start..m + rows.end].fill(pair[1]);
+    for (rows, seen) in bounds.windows(2).zip(seen.windows(2)) {
+        let rows = rows[0] as usize..rows[1] as usize;
+        values[rows.clone()].fill(seen[0]);
+        values[m + rows.start..m + rows.end].fill(seen[1]);
     }
     values
 }

@@ -10,6 +10,12 @@ use std::sync::Arc;
 use trainyard_cuda::driver::Region;
 use trainyard_cuda::kernels as k;
 
+/// Fails unless every index is in `0..limit`; `found` is the scratch of [`check`], None where the
+/// host knows it.
+fn check_unknown(gpu: &Arc<Cuda>, indices: &Tensor, limit: usize, found: Option<&Tensor>) -> Result<()> {
+    found.map_or(Ok(()), |found| check(gpu, "index", indices, limit, false, found))
+}
+
 /// Fails unless every index, i32 or the bits of u32, is in `0..limit`, or -100 where that stands
 /// for none. `found`: scratch of one float.
 pub(super) fn check(
@@ -43,8 +49,8 @@ pub(crate) struct Sums<'a> {
     pub sums: &'a Tensor,
     /// As many floats as the dimension has positions.
     pub first: &'a Tensor,
-    /// One float.
-    pub found: &'a Tensor,
+    /// One float, if indices are to be checked.
+    pub found: Option<&'a Tensor>,
 }
 
 pub(crate) fn index_select(
@@ -53,9 +59,9 @@ pub(crate) fn index_select(
     [outer, n, inner]: [usize; 3],
     indices: &Tensor,
     y: &Tensor,
-    found: &Tensor,
+    found: Option<&Tensor>,
 ) -> Result<()> {
-    check(gpu, "index", indices, n, false, found)?;
+    check_unknown(gpu, indices, n, found)?;
     let args = args![x, indices, y, outer, n, indices.elements(), inner];
     gpu.launch(&k::INDEX_SELECT, x.dtype(), [y.elements(), 1, 1], args)
 }
@@ -67,7 +73,7 @@ pub(crate) fn index_add(
     indices: &Tensor,
     Sums { sums, first, found }: Sums<'_>,
 ) -> Result<()> {
-    check(gpu, "index", indices, n, false, found)?;
+    check_unknown(gpu, indices, n, found)?;
     zero(gpu, sums)?;
     let count = indices.elements();
     gpu.launch(&k::FILL_U32, DType::F32, [n, 1, 1], args![first, n, i32::MAX as u32])?;
@@ -91,7 +97,7 @@ pub(crate) fn scatter_add(
     indices: &Tensor,
     Sums { sums, found, .. }: Sums<'_>,
 ) -> Result<()> {
-    check(gpu, "index", indices, n, false, found)?;
+    check_unknown(gpu, indices, n, found)?;
     zero(gpu, sums)?;
     let rows = sums.elements() / n.max(1);
     gpu.launch(&k::SCATTER_ADD, dy.dtype(), [rows, n, 1], args![dy, indices, sums, rows, n, indices.last_dim()])

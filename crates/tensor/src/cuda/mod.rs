@@ -37,8 +37,9 @@ pub use trainyard_cuda::kernels::AttentionForm;
 pub use trainyard_cuda::{CudaError, driver, fake, nccl, nccl_version, stand_in, tested};
 
 pub(crate) use attention::{
-    Heads, Seen, attention, attention_backward, attention_decode, attention_over, attention_over_backward, delta_of,
-    join, join_backward, rope, rope_table, rows_of_segments,
+    Distances, Heads, Seen, attention, attention_backward, attention_decode, attention_over, attention_over_backward,
+    bias_scratch, biased_attention, biased_attention_backward, delta_of, join, join_backward, rope, rope_table,
+    rows_of_segments,
 };
 pub(crate) use linear::{linear, linear_input_gradient, linear_weight_gradient, matmul};
 pub(crate) use loss::{

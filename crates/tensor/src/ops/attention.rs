@@ -88,8 +88,9 @@ impl Segments {
 
     /// The bounds of each row's segment, [2, m], where kernels read those; None where they read
     /// [`Segments::bounds`].
-    fn on_cuda(&self, device: &Device) -> Result<Option<Tensor>> {
-        let make = || device.tensor([2, self.tokens()], &cuda::rows_of_segments(self.bounds()), Purpose::Data);
+    pub(super) fn on_cuda(&self, device: &Device) -> Result<Option<Tensor>> {
+        let rows = || cuda::rows_of_segments(self.bounds(), self.bounds());
+        let make = || device.tensor([2, self.tokens()], &rows(), Purpose::Data);
         (device.computes() == Computes::Cuda).then(|| self.0.rows.get(device, make)).transpose()
     }
 
@@ -104,7 +105,7 @@ impl Segments {
     pub fn overwrite_on(&self, device: &Device, other: &Segments) -> Result<()> {
         ensure_shape!(self.tokens() == other.tokens(), "segments", "{} tokens for {}", other.tokens(), self.tokens());
         match self.on_cuda(device)? {
-            Some(mut rows) if !device.is_meta() => rows.write(&cuda::rows_of_segments(other.bounds())),
+            Some(mut rows) if !device.is_meta() => rows.write(&cuda::rows_of_segments(other.bounds(), other.bounds())),
             _ => Ok(()),
         }
     }
@@ -240,13 +241,21 @@ fn decode(
         op,
         "{n} tokens from {start} on in a cache {keys:?}"
     );
+    let reach = bias.map(|bias| super::relative::reach(op, spec, bias)).transpose()?;
+    if let Some(reach) = reach {
+        let tokens = start + n;
+        ensure_shape!(tokens <= reach, op, "a sequence of {tokens} tokens, and the bias reaches {reach}");
+    }
+    let bias = bias.zip(reach);
     let mut out = qkv.empty_like([n, spec.q_cols()], qkv.dtype())?;
     let cost = Cost::new(4 * spec.q_cols() * n * (start + n), (start + n) * kv * 2 * qkv.dtype().size());
     by_float!(op, qkv.dtype(), T => qkv.device().launch_on(op, cost, |on| {
         let cpu = match on {
             On::Cpu(cpu) => cpu,
-            On::Cuda(_) if bias.is_some() => return Err(super::not_on_cuda(op)),
-            On::Cuda(gpu) => return cuda::attention_decode(gpu, qkv, spec, [keys, values], start, &out),
+            On::Cuda(gpu) => {
+                let bias = bias.map(|(table, reach)| cuda::Distances { table, reach });
+                return cuda::attention_decode(gpu, qkv, bias, spec, [keys, values], start, &out);
+            }
         };
         let [q, k, v] = columns(qkv.get::<T>(), n, spec)?;
         let (key_cache, value_cache) = (keys.get_mut::<T>(), values.get_mut::<T>());
@@ -259,8 +268,8 @@ fn decode(
         let out = RowsMut::dense(out.get_mut::<T>(), n, spec.q_cols())?;
         match bias {
             None => kernels::decode(cpu, spec, q, k, v, start, out)?,
-            Some(bias) => {
-                let bias = DistanceBias::new(spec, bias.get::<f32>(), super::relative::reach(op, spec, bias)?)?;
+            Some((bias, reach)) => {
+                let bias = DistanceBias::new(spec, bias.get::<f32>(), reach)?;
                 kernels::decode_biased(cpu, spec, q, k, v, start, bias, out)?;
             }
         }

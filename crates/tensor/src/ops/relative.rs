@@ -3,11 +3,13 @@
 
 use super::attention::{columns, dims};
 use super::context::halves;
-use super::{HeadLayout, Segments, not_on_cuda, same_form};
+use super::{HeadLayout, Segments, given, same_form, scratch_on_cuda};
 use crate::cpu::attention::{self as kernels, AttentionSpec, DistanceBias, Rows, RowsMut};
+use crate::cuda::{self, Distances, Heads, OnDevice, Seen};
 use crate::dtype::Element;
 use crate::error::Result;
-use crate::{Cost, DType, On, Tensor, by_float, ensure_shape};
+use crate::{Computes, Cost, DType, Device, On, Purpose, Tensor, by_float, ensure_shape};
+use std::sync::Arc;
 
 /// One more than the largest distance of `bias`, f32 [h, 2 reach - 1].
 pub(super) fn reach(op: &'static str, spec: &AttentionSpec, bias: &Tensor) -> Result<usize> {
@@ -56,8 +58,15 @@ pub fn biased_attention(
         bytes: kernels::bytes_forward(spec, m, qkv.dtype()),
     };
     let work = cost.on(qkv.dtype(), dims(spec, m, cost.flops / 4));
+    let bounds = segments.on_cuda(qkv.device())?;
     by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, work, |on| {
-        let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let bias = Distances { table: bias, reach };
+                return cuda::biased_attention(gpu, qkv, bias, spec, given(&bounds), [&out, &lse]);
+            }
+        };
         let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
         let bias = DistanceBias::new(spec, bias.get::<f32>(), reach)?;
         let out = RowsMut::dense(out.get_mut::<T>(), m, spec.q_cols())?;
@@ -87,8 +96,18 @@ pub fn biased_attention_backward(
         bytes: kernels::bytes_backward(spec, m, qkv.dtype()),
     };
     let work = cost.on(qkv.dtype(), dims(spec, m, cost.flops / 10));
+    let bounds = segments.on_cuda(qkv.device())?;
+    let delta = scratch_on_cuda(qkv.device(), spec.heads * m)?;
+    let partials = scratch_on_cuda(qkv.device(), cuda::bias_scratch(spec, m, reach))?;
     by_float!(OP, qkv.dtype(), T => qkv.device().launch_on(OP, work, |on| {
-        let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let (read, bias) = ([dout, qkv, out, lse], Distances { table: bias, reach });
+                let (scratch, gradients) = ([given(&delta), given(&partials)], [&dqkv, &dbias]);
+                return cuda::biased_attention_backward(gpu, read, bias, spec, given(&bounds), scratch, gradients);
+            }
+        };
         let [q, k, v] = columns(qkv.get::<T>(), m, spec)?;
         let (bias, cu) = (DistanceBias::new(spec, bias.get::<f32>(), reach)?, segments.bounds());
         let dense = |data| Rows::dense(data, m, spec.q_cols());
@@ -107,6 +126,9 @@ pub fn biased_attention_backward(
 pub struct CrossSegments {
     queries: Segments,
     keys: Segments,
+    /// The keys that each query sees, and the queries that see each key; on a GPU that has used
+    /// them.
+    seen: Arc<OnDevice>,
 }
 
 impl CrossSegments {
@@ -118,7 +140,27 @@ impl CrossSegments {
         let counts = [&queries, &keys].map(|segments| segments.bounds().len() - 1);
         let [of_queries, of_keys] = counts;
         ensure_shape!(of_queries == of_keys, "cross_segments", "{of_queries} of queries and {of_keys} of keys");
-        Ok(CrossSegments { queries, keys })
+        Ok(CrossSegments { queries, keys, seen: Arc::default() })
+    }
+
+    /// What kernels of GPUs read: the keys of each query, [2, n], and the queries of each key,
+    /// [2, m]. None elsewhere.
+    fn on_cuda(&self, device: &Device) -> Result<Option<[Tensor; 2]>> {
+        if device.computes() != Computes::Cuda {
+            return Ok(None);
+        }
+        let ([queries, keys], [n, m]) = ([&self.queries, &self.keys], [self.queries.tokens(), self.keys.tokens()]);
+        let both = self.seen.get(device, || {
+            let rows = |of: &Segments, seen: &Segments| cuda::rows_of_segments(of.bounds(), seen.bounds());
+            device.tensor([2 * (n + m)], &[rows(queries, keys), rows(keys, queries)].concat(), Purpose::Data)
+        })?;
+        Ok(Some([both.view(0, [2, n])?, both.view(2 * n, [2, m])?]))
+    }
+
+    /// Queries, and keys with values, as kernels of GPUs read them.
+    fn heads<'a>(&self, spec: &AttentionSpec, q: &'a Tensor, kv: &'a Tensor) -> Heads<'a> {
+        let [queries, keys] = [&self.queries, &self.keys].map(Segments::tokens);
+        Heads { q, kv, queries: [queries, spec.q_cols()], keys: [keys, 2 * spec.kv_cols()] }
     }
 
     fn pairs(&self, spec: &AttentionSpec) -> u64 {
@@ -160,6 +202,11 @@ impl CrossSegments {
     }
 }
 
+/// Attention in which bounds alone say what a query sees; a window is for masks.
+fn without_window(spec: &AttentionSpec) -> AttentionSpec {
+    AttentionSpec { window: None, ..*spec }
+}
+
 /// Attention of queries `q` [n, h c] over keys and values `kv` [m, 2 h_kv c], each query over all
 /// keys of its segment: out [n, h c] and the log-sum-exp of each query's scores, f32 [h, n].
 pub fn cross_attention(
@@ -173,8 +220,16 @@ pub fn cross_attention(
     let mut out = q.empty_like(*q.shape(), q.dtype())?;
     let mut lse = q.empty_like([spec.heads, q.rows()], DType::F32)?;
     let work = segments.cost(spec, q.dtype(), 2, 1).on(q.dtype(), segments.dims(spec));
+    let seen = segments.on_cuda(q.device())?;
     by_float!(OP, q.dtype(), T => q.device().launch_on(OP, work, |on| {
-        let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let [by_queries, _] = seen.as_ref().expect("a device that computes on cuda has them");
+                let read = segments.heads(spec, q, kv);
+                return cuda::attention_over(gpu, read, &without_window(spec), by_queries, &out, &lse);
+            }
+        };
         let [k, v] = halves(kv.get::<T>(), kv.rows(), spec)?;
         let (cu_q, cu_k) = (segments.queries.bounds(), segments.keys.bounds());
         let (rows, columns) = (q.rows(), spec.q_cols());
@@ -201,8 +256,20 @@ pub fn cross_attention_backward(
     let mut dq = q.empty_like(*q.shape(), q.dtype())?;
     let mut dkv = kv.empty_like(*kv.shape(), kv.dtype())?;
     let work = segments.cost(spec, q.dtype(), 5, 2).on(q.dtype(), segments.dims(spec));
+    let seen = segments.on_cuda(q.device())?;
+    let delta = scratch_on_cuda(q.device(), spec.heads * q.rows())?;
     by_float!(OP, q.dtype(), T => q.device().launch_on(OP, work, |on| {
-        let On::Cpu(cpu) = on else { return Err(not_on_cuda(OP)) };
+        let cpu = match on {
+            On::Cpu(cpu) => cpu,
+            On::Cuda(gpu) => {
+                let [by_queries, of_keys] = seen.as_ref().expect("a device that computes on cuda has them");
+                let (spec, delta) = (&without_window(spec), given(&delta));
+                let (read, gradients) = (segments.heads(spec, q, kv), segments.heads(spec, &dq, &dkv));
+                cuda::delta_of(gpu, [dout, out], None, spec, delta)?;
+                let seen = Seen { by_queries, of_keys };
+                return cuda::attention_over_backward(gpu, read, [dout, lse, delta], spec, seen, gradients);
+            }
+        };
         let [k, v] = halves(kv.get::<T>(), kv.rows(), spec)?;
         let (cu_q, cu_k) = (segments.queries.bounds(), segments.keys.bounds());
         let (rows, columns) = (q.rows(), spec.q_cols());

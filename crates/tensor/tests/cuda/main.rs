@@ -5,6 +5,7 @@
 //! launches the right one with the right operands, and that `meta` predicts its memory.
 
 mod context;
+mod relative;
 
 use std::path::Path;
 use std::sync::Arc;

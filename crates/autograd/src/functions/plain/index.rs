@@ -3,14 +3,22 @@
 
 use super::prelude::*;
 use trainyard_tensor::DType;
+use trainyard_tensor::ops::plain::Indices;
 
 /// Reading by indices.
 #[derive(Clone, Debug)]
 pub struct Gather {
-    /// The dimension of which whole slices are read; None for single elements of rows.
-    dim: Option<i32>,
-    indices: Tensor,
+    indices: Read,
     shape: Shape,
+}
+
+/// What is read.
+#[derive(Clone, Debug)]
+enum Read {
+    /// Whole slices of a dimension.
+    Slices(i32, Indices),
+    /// Single elements of rows.
+    Elements(Tensor),
 }
 
 /// Adding slices by indices; inputs are the base and what is added.
@@ -22,16 +30,17 @@ pub struct IndexAdd {
 
 impl Tape<'_> {
     /// Positions `indices` [k] of dimension `dim`, in that order.
-    pub fn index_select(&mut self, x: &Var, dim: i32, indices: &Tensor) -> Result<Var> {
-        let y = plain::index_select(x.tensor(), dim, indices)?;
-        let function = Gather { dim: Some(dim), indices: indices.clone(), shape: *x.tensor().shape() };
+    pub fn index_select(&mut self, x: &Var, dim: i32, indices: impl Into<Indices>) -> Result<Var> {
+        let indices = indices.into();
+        let y = plain::index_select(x.tensor(), dim, &indices)?;
+        let function = Gather { indices: Read::Slices(dim, indices), shape: *x.tensor().shape() };
         self.record_one(function, &[x.into()], y, |_| Vec::new())
     }
 
     /// `y[.., j] = x[.., indices[.., j]]`: x [.., n], indices and y [.., k].
     pub fn gather(&mut self, x: &Var, indices: &Tensor) -> Result<Var> {
         let y = plain::gather(x.tensor(), indices)?;
-        let function = Gather { dim: None, indices: indices.clone(), shape: *x.tensor().shape() };
+        let function = Gather { indices: Read::Elements(indices.clone()), shape: *x.tensor().shape() };
         self.record_one(function, &[x.into()], y, |_| Vec::new())
     }
 
@@ -54,9 +63,9 @@ impl Tape<'_> {
 impl Differentiable for Gather {
     fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
         let Some(dy) = cx.output_gradient(0) else { return Ok(()) };
-        let dx = match self.dim {
-            Some(dim) => plain::index_add(&dy, &self.shape, dim, &self.indices)?,
-            None => plain::scatter_add(&dy, &self.shape, &self.indices)?,
+        let dx = match &self.indices {
+            Read::Slices(dim, indices) => plain::index_add(&dy, &self.shape, *dim, indices)?,
+            Read::Elements(indices) => plain::scatter_add(&dy, &self.shape, indices)?,
         };
         cx.add_gradient(0, dx)
     }

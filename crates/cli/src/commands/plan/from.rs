@@ -37,12 +37,12 @@ pub(super) fn run(args: &Args, path: &Path, profiles: &Profiles) -> Result<()> {
             "file": file.to_string(),
             "form": settings.dialect.name(),
             "stack": profile.name,
-            "now": plan_json(&request, &now.plan),
+            "now": plan_json(&now.plan),
             "fits": now.fits,
             "assumed": now.assumed,
             "not_priced": settings.unpriced,
-            "best_of_stack": better.as_ref().map(|plan| plan_json(&request, plan)).map_err(ToString::to_string).unwrap_or_else(|error| json!({"error": error})),
-            "stacks": stacks::to_json(&request, &all),
+            "best_of_stack": better.as_ref().map(|plan| plan_json(plan)).map_err(ToString::to_string).unwrap_or_else(|error| json!({"error": error})),
+            "stacks": stacks::to_json(&all),
         });
         return print(format_args!("{value:#}\n"));
     }

@@ -64,7 +64,7 @@ pub fn ways(args: &Args, path: &Path, profile: &MachineProfile) -> Result<()> {
     sets.extend(args.memory_limit.iter().map(|limit| format!("memory.limit='{limit}'")));
     sets.extend(args.global_batch.iter().map(|batch| format!("training.global_batch_size={batch}")));
     sets.extend(args.sequence_length.iter().map(|length| format!("training.sequence_length={length}")));
-    sets.extend(held(&fixed(&args.fix, true)?)?);
+    sets.extend(held(&fixed(&args.fix)?)?);
     if !args.precision.is_empty() {
         sets.extend(precision(&formats(&args.precision)?)?);
     }

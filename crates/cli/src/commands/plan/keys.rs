@@ -24,11 +24,12 @@ const UNSET: [&str; 9] = [
 /// cannot run.
 pub fn settings(request: &Request, plan: &Plan) -> Result<Vec<String>> {
     let candidate = &plan.candidate;
-    let runnable = request.runnable(candidate);
+    let runnable = candidate.runnable();
     if !runnable.is_yes() {
         bail!("{runnable}");
     }
-    let mut sets = all(candidate, request.sequence_length, request.model.layers as usize, &plan.cuts);
+    let blocks = request.model.layers + request.model.encoder_layers;
+    let mut sets = all(candidate, request.sequence_length, blocks as usize, &plan.cuts);
     sets.retain(|set| !UNSET.contains(&set.as_str()));
     sets.extend(here::precision(&[candidate.format])?);
     if request.cluster.device.family != Generation::Cpu {

@@ -31,7 +31,7 @@ pub fn correction(text: &str, request: &Request, facts: &Facts) -> Result<Correc
     };
     let mut asked = Request { shown: 1, ..request.clone() };
     if !layout.is_empty() {
-        asked.fixed = fixed(&layout, request.fixed.runnable)
+        asked.fixed = fixed(&layout)
             .with_context(|| format!("--measured {text}: after the measurement stand choices as in --fix"))?;
     }
     // A run that was measured fitted, whatever is said of memory.

@@ -126,9 +126,9 @@ pub(super) fn table(request: &Request, all: &[Best]) -> String {
 }
 
 /// The comparison, as JSON.
-pub(super) fn to_json(request: &Request, all: &[Best]) -> Value {
+pub(super) fn to_json(all: &[Best]) -> Value {
     let one = |best: &Best| match &best.plan {
-        Ok(plan) => json!({"names": best.names, "best": super::plan_json(request, plan)}),
+        Ok(plan) => json!({"names": best.names, "best": super::plan_json(plan)}),
         Err(why) => json!({"names": best.names, "error": why.to_string()}),
     };
     all.iter().map(one).collect()

@@ -33,7 +33,7 @@ pub use elementwise::{
     binary, binary_backward, clamp, clamp_backward, dropout_add, power, power_backward, to_float, unary,
     unary_backward, with_number,
 };
-pub use index::{gather, index_add, index_select, one_hot, scatter_add};
+pub use index::{Indices, gather, index_add, index_select, one_hot, scatter_add};
 pub use loss::{Reduction, cross_entropy, cross_entropy_backward, mse_loss, mse_loss_backward};
 pub use mask::{causal_mask, compare, keep, logic, logical_not, masked_fill, select};
 pub use product::matmul;
