@@ -225,3 +225,43 @@ fn a_configurations_limit_counts_on_clusters_and_another_optimizer_is_said() {
     assert!(lion.stderr.contains("not those of lion"), "{}", lion.stderr);
     assert_eq!(folder.run(&asked).ok().stderr, "");
 }
+
+/// The planner of clusters once planned every fine-tuning as training all of the model.
+#[test]
+fn fine_tuning_is_planned_with_the_state_that_its_run_holds() {
+    let folder = Folder::new();
+    folder.write("c.toml", TINY);
+    let sized = ["--set", "model.layers=3", "--set", "model.dim=64", "--set", "training.global_batch_size=8"];
+    let lora = "fine_tuning.adapter=lora";
+    let cases: [(&str, &[&str]); 4] = [
+        ("1x2xA100-80GB", &[lora]),
+        ("1x2xA100-80GB", &["fine_tuning.freeze=['embedding.*','block.0.*']"]),
+        ("1x2xCPU-AVX512-32", &[lora, "fine_tuning.base_dtype=nf4"]),
+        ("1x2xCPU-AVX512-32", &[lora, "fine_tuning.base_dtype=int8"]),
+    ];
+    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    for (cluster, tuned) in cases {
+        let sets: Vec<&str> = sized.into_iter().chain(tuned.iter().flat_map(|set| ["--set", *set])).collect();
+        for (zero, degrees) in [(0, "dp_shard=1,dp_replicate=2"), (3, "dp_shard=2,dp_replicate=1")] {
+            let fix = format!("zero={zero},{degrees},micro_batch=4,checkpointing=none");
+            let options = ["--cluster", cluster, "--precision", "bf16", "--fix", &fix, "--json"];
+            let planned = folder.run(&[&["plan", "c.toml"], &sets[..], &options].concat()).ok();
+            assert!(planned.stderr.contains("parameters are trained"), "{}", planned.stderr);
+            let zero = format!("parallel.zero_stage={zero}");
+            let ranks = ["--set", "parallel.ranks=2", "--set", &zero, "--set", "precision.compute=bf16", "--json"];
+            let run = json(&folder.run(&[&["program", "c.toml"], &sets[..], &ranks].concat()).ok().stdout);
+            let memory = &json(&planned.stdout)["plans"][0]["memory_by_purpose"];
+            let held = run["memory"]["at_peak"].as_array().unwrap();
+            for purpose in ["parameters", "masters", "optimizer"] {
+                let of_run = held.iter().find(|memory| memory["kind"] == purpose).unwrap();
+                assert_eq!(memory[purpose], of_run["bytes"], "{purpose} of {tuned:?} with {zero}: {memory}");
+            }
+        }
+    }
+    let plan =
+        |more: &[&str]| folder.run(&[&["plan", "c.toml", "--cluster", "1x2xA100-80GB"], &sized[..], more].concat());
+    let coded = plan(&["--set", lora, "--set", "fine_tuning.base_dtype=nf4"]);
+    assert!(coded.code == Some(1) && coded.stderr.contains("base_dtype runs on processors only"), "{}", coded.stderr);
+    let other = plan(&["--set", lora, "--stack", "torchtitan"]).ok();
+    assert!(other.stderr.contains("without [fine_tuning]"), "{}", other.stderr);
+}

@@ -14,12 +14,12 @@ use crate::precision::LossScaler;
 use crate::pretrained::description;
 use crate::rank::RankSettings;
 use crate::state::does_not_fit;
-use crate::state::encodable;
 use crate::{EngineError, Result};
 use std::ops::Range;
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{SegmentedCost, UnitCost, segment_costs, unit_costs};
 use trainyard_model::families::Sizes;
+use trainyard_model::tuning::encodable;
 use trainyard_model::{
     Activation, AdapterSpec, BatchShape, Chunks, ContextExchange, ContextSplit, EncoderSpec, ExpertSplit, ExpertsSpec,
     Model, ModelError, ModelSpec, RopeScaling, RopeSpec, Segment, TensorSplit, Tuning, Unit, Value, hf,
@@ -428,7 +428,7 @@ pub(crate) fn adapter_alpha(rank: usize) -> f64 {
 }
 
 /// The form in which frozen matrices lie in memory; None: in the compute dtype.
-pub(crate) fn base_codec(config: &Config) -> Option<BlockCodec> {
+pub fn base_codec(config: &Config) -> Option<BlockCodec> {
     match config.fine_tuning.base_dtype {
         BaseDtype::Compute => None,
         BaseDtype::Int8 => Some(BlockCodec::Int8),

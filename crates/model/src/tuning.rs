@@ -321,8 +321,18 @@ fn is_of_routed_experts(weight: &ParameterSpec) -> bool {
 
 /// True for weights that may lie encoded in memory while they are not used: frozen matrices but
 /// those of routers, whose choices small errors change.
-pub fn is_encodable(weight: &ParameterSpec) -> bool {
+fn is_encodable(weight: &ParameterSpec) -> bool {
     !weight.trained && weight.kind == ParameterKind::Matrix && !weight.name.starts_with("mlp.router.")
+}
+
+/// The indices of the parameters of `unit` that may lie encoded: none of the embedding and of the
+/// head.
+pub fn encodable(model: &Model, unit: usize) -> Vec<usize> {
+    if unit == 0 || unit + 1 == model.units().len() {
+        return Vec::new();
+    }
+    let parameters = model.units()[unit].parameters().iter().enumerate();
+    parameters.filter(|(_, spec)| is_encodable(spec)).map(|(index, _)| index).collect()
 }
 
 /// Up to three of `names`.

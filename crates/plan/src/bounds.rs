@@ -281,12 +281,14 @@ impl Prices<'_> {
         [ring, tensor + seconds(Collective::AllToAll, Axis::Expert, experts, 2)]
     }
 
-    /// Elements of `unit` on a rank, before sharding.
+    /// Trained elements of `unit` on a rank, before sharding. Frozen ones may lie in fewer bits, and
+    /// are left out of bounds.
     fn elements(&self, unit: u32) -> f64 {
         let shape = &self.known.shape.units[unit as usize];
-        let experts = shape.expert_elements as f64;
+        let trained = shape.flat_elements.saturating_sub(shape.frozen_elements) as f64;
+        let experts = (shape.expert_elements as f64).min(trained);
         let Mesh { tp, ep, .. } = self.candidate.mesh;
-        ((shape.flat_elements as f64 - experts) + experts / f64::from(ep)) / f64::from(tp)
+        ((trained - experts) + experts / f64::from(ep)) / f64::from(tp)
     }
 
     fn bytes_per_element(&self) -> StateBytes {

@@ -438,8 +438,12 @@ impl Request {
     }
 
     /// FLOPs of training on one token by the field's convention, `6 N + 12 L h c s` (Chowdhery et
-    /// al. 2022, appendix B).
+    /// al. 2022, appendix B), less the gradients that nothing frozen has.
     pub fn flops_per_token(&self) -> f64 {
+        let tuned = self.own.as_ref().and_then(|own| own.tuned().ok().flatten());
+        if let Some(flops) = tuned.and_then(|model| model.flops_per_token(self.sequence_length as usize)) {
+            return flops;
+        }
         let model = &self.model;
         let table = f64::from(model.vocab) * f64::from(model.dim);
         let looked_up = f64::from(model.positions) * f64::from(model.dim) + if model.tied { 0.0 } else { table };

@@ -9,11 +9,13 @@ use crate::search::{Bound, Simulated};
 use crate::{Candidate, Objective, Request};
 use std::collections::HashMap;
 use std::ops::Range;
-use trainyard_program::{MemoryKind, ModelShape, Program, StateBytes, Strategy, even_cuts, lower_stages};
+use trainyard_program::{
+    BlockCodec, MemoryKind, ModelShape, Program, StateBytes, Strategy, Tier, even_cuts, lower_stages,
+};
 use trainyard_sim::transformer::{Units, Workload};
 use trainyard_sim::{
-    Constants, Costs, Format, Generation, MemoryUse, Partition, RankTime, SimulateError, Stack, memory, own_units,
-    simulate, waiting,
+    Constants, Costs, Format, Generation, MemoryUse, Partition, RankTime, SimulateError, Stack, memory, simulate,
+    waiting,
 };
 use trainyard_tensor::DType;
 
@@ -90,16 +92,15 @@ impl Known {
     }
 }
 
-/// A unit's kernels and bytes. For a model that this program trains, they are those of its own
-/// code, unsplit. Other models are taken as transformers.
+/// A unit's kernels and bytes. For a model that this program trains, unsplit, they are those of its
+/// own code. Other models are taken as transformers.
 fn units(request: &Request, work: &Workload, stack: &Stack, class: &Class) -> Units {
     let dtype = match class.format {
         Format::Fp32 | Format::Tf32 => DType::F32,
         Format::Fp16 => DType::F16,
         Format::Bf16 | Format::Fp8 | Format::Fp4 => DType::BF16,
     };
-    let split = class.tensor * class.context * class.expert > 1;
-    let own = request.own.as_ref().filter(|_| !split).and_then(|spec| own_units(spec, work, stack, dtype).ok());
+    let own = request.own.as_ref().and_then(|own| own.units(work, stack, dtype).ok());
     own.unwrap_or_else(|| request.model.units(work, stack))
 }
 
@@ -234,12 +235,24 @@ impl<'a> Pricer<'a> {
         let mut strategy = candidate.strategy(known.shape.units.len());
         strategy.cuts = known.cuts(candidate);
         strategy.bytes = stack.state;
+        if let Some(codec) = self.base() {
+            strategy.offload.parameters = Some(Tier::Encoded(codec));
+        }
         strategy.sequence_parallel &= stack.sequence_parallel;
         strategy
     }
 
-    /// Lowers and simulates a candidate; None if there is no lowering for it.
+    /// The form in which frozen matrices lie in memory.
+    fn base(&self) -> Option<BlockCodec> {
+        self.request.own.as_ref().and_then(|own| own.base)
+    }
+
+    /// Lowers and simulates a candidate; None if there is no lowering for it. Parameters that lie
+    /// encoded lie in no other tier.
     pub fn step(&self, candidate: &Candidate) -> Option<PricedStep> {
+        if self.base().is_some() && candidate.offload.parameters.is_some() {
+            return None;
+        }
         let Known { shape, costs } = self.known(candidate);
         let programs = lower_stages(shape, &candidate.mesh, &self.strategy(candidate)).ok()?;
         PricedStep::simulated(programs, costs).ok()

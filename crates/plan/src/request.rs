@@ -3,17 +3,16 @@
 use crate::search::Budget;
 use crate::{Extent, Fixed};
 use serde::Serialize;
-use trainyard_model::ModelSpec;
-use trainyard_sim::{Cluster, Format};
+use trainyard_sim::{Cluster, Format, OwnModel};
 
 /// A question to the planner.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Request {
     /// The model.
     pub model: trainyard_sim::transformer::Architecture,
-    /// The same model as this program trains it, if it does. Kernels and kept activations are then
-    /// those of its own code.
-    pub own: Option<ModelSpec>,
+    /// The same model as this program trains it, if it does, and the part of it that is trained.
+    /// Kernels and kept activations are then those of its own code.
+    pub own: Option<OwnModel>,
     /// The cluster to train on.
     pub cluster: Cluster,
     /// Number of sequences of a step, over all ranks. Every plan keeps it.

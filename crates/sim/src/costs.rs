@@ -50,7 +50,7 @@ pub struct UnitCost {
     pub selective_launches: f64,
     /// Bytes held while forward and backward run, beyond the activations that are kept.
     pub working: [f64; 2],
-    /// Number of parameter elements that the rank computes with.
+    /// Number of trained parameter elements that the rank computes with.
     pub elements: f64,
     /// Number of parameter tensors.
     pub tensors: f64,
@@ -384,16 +384,20 @@ impl Costs {
 
 fn unit_cost(unit: &UnitWork, work: &Workload, engine: &Engine<'_>, stack: &Stack) -> UnitCost {
     let constants = engine.constants;
-    let elements = ((unit.elements - unit.expert_elements) + unit.expert_elements / f64::from(work.expert))
-        / f64::from(work.tensor);
+    // Frozen parameters have no gradients and no updates.
+    let tuned = unit.tuned.as_ref();
+    let trained = unit.elements - tuned.map_or(0.0, |tuned| tuned.frozen_elements as f64);
+    let experts = unit.expert_elements.min(trained);
+    let elements = ((trained - experts) + experts / f64::from(work.expert)) / f64::from(work.tensor);
+    let (gradients, adapters) = tuned.map_or((1.0, 0.0), |tuned| (tuned.gradients, tuned.adapters));
     let launches = |kernels: &[&[Kernel]]| -> f64 { kernels.iter().flat_map(|k| k.iter()).map(Kernel::launches).sum() };
     // The loss reads logits and writes their gradient. Three quarters of the traffic belong to
     // forward.
     let loss = |share: f64| share * unit.loss_traffic * constants.loss_factor / engine.bandwidth();
     UnitCost {
-        forward_s: engine.seconds(&unit.forward) + loss(0.75),
-        backward_input_s: engine.seconds(&unit.backward_input) + loss(0.25),
-        backward_weights_s: engine.seconds(&unit.backward_weights),
+        forward_s: (1.0 + adapters) * engine.seconds(&unit.forward) + loss(0.75),
+        backward_input_s: (1.0 + adapters) * engine.seconds(&unit.backward_input) + loss(0.25),
+        backward_weights_s: gradients * engine.seconds(&unit.backward_weights),
         // A 16-bit gradient is read, and an f32 sum is read and written.
         accumulate_s: if stack.fused_accumulation { 0.0 } else { 10.0 * elements / engine.bandwidth() },
         selective_s: engine.seconds(&unit.selective),
@@ -426,8 +430,8 @@ impl Units {
                 name: name.clone(),
                 flat_elements: unit.elements as u64,
                 matrices: Vec::new(),
-                frozen_elements: 0,
-                encodable: Vec::new(),
+                frozen_elements: unit.tuned.as_ref().map_or(0, |tuned| tuned.frozen_elements),
+                encodable: unit.tuned.as_ref().map_or(Vec::new(), |tuned| tuned.encodable.clone()),
                 borrows: if tied && index == last { vec![0] } else { Vec::new() },
                 saved_bytes: unit.saved.map(round),
                 output_bytes: (unit.output * context) as u64,

@@ -46,7 +46,7 @@ pub use interval::{COVERAGE, Interval};
 pub use machine::{MachineError, MachineProfile, ProfileKind, load_local_profile, local_profile_path};
 pub use models::{model, models, usual_name};
 pub use network::{NetworkError, NetworkLink};
-pub use own::own_units;
+pub use own::OwnModel;
 pub use predict::{Lowered, PredictError, Prediction, predict};
 pub use profile::{Device, Format, Generation, Network, ProfileError, Profiles};
 pub use simulate::{MemoryUse, RankTime, SimulateError, Simulated, Span, memory, simulate, waiting};

@@ -5,39 +5,121 @@
 //! model with one block of each kind stands for all of them.
 
 use crate::stack::Stack;
-use crate::transformer::{Architecture, Units, Workload};
+use crate::transformer::{Architecture, TunedWork, Units, Workload};
 use trainyard_autograd::Policy;
 use trainyard_model::costs::{UnitCost, unit_costs};
+use trainyard_model::tuning::{Tuning, encodable};
 use trainyard_model::{EncoderSpec, Model, ModelError, ModelSpec};
+use trainyard_program::BlockCodec;
 use trainyard_tensor::DType;
 
-/// The units of `spec` on one rank of an unsplit model, with the kept and held bytes that the
-/// engine's own pool counts.
-///
-/// # Errors
-///
-/// A `spec` that is no valid model; a sequence longer than its positions.
-pub fn own_units(spec: &ModelSpec, work: &Workload, stack: &Stack, dtype: DType) -> Result<Units, ModelError> {
-    let mut units = Architecture::from(spec).units(work, stack);
-    let one = one_of_each(spec)?;
-    let shape = one.batch_shape(work.micro_batch as usize, work.sequence as usize);
-    let cost = |policy| unit_costs(&one, &shape, dtype, policy);
-    let [everything, selective, nothing] =
-        [cost(Policy::Everything)?, cost(Policy::Selective)?, cost(Policy::Nothing)?];
-    for (kind, unit) in units.kinds.iter_mut().enumerate() {
-        let saved = |costs: &[UnitCost]| costs[kind].saved_bytes as f64;
-        unit.saved = [saved(&everything), saved(&selective), saved(&nothing)];
-        let cost = &everything[kind];
-        // A peak includes the kept bytes, which the program counts itself.
-        let beyond = |peak: usize| (peak.saturating_sub(cost.saved_bytes) + cost.workspace_bytes) as f64;
-        unit.working = [beyond(cost.forward_peak_bytes), beyond(cost.backward_peak_bytes)];
-        unit.output = cost.output_bytes as f64;
+/// A model that this program trains, and the part of it that is trained.
+#[derive(Clone, PartialEq, Debug)]
+pub struct OwnModel {
+    /// The model.
+    pub spec: ModelSpec,
+    /// The part that is trained. The default is all of it.
+    pub tuning: Tuning,
+    /// The form in which frozen matrices of blocks lie in memory; None: as they are computed with.
+    pub base: Option<BlockCodec>,
+}
+
+impl From<ModelSpec> for OwnModel {
+    fn from(spec: ModelSpec) -> OwnModel {
+        OwnModel { spec, tuning: Tuning::default(), base: None }
     }
-    // A loss is one number, so nothing crosses a cut after it.
-    if let Some(head) = units.kinds.last_mut() {
-        head.output = 0.0;
+}
+
+impl OwnModel {
+    /// The model with its adapters and frozen parameters; None if it is trained as it is.
+    ///
+    /// # Errors
+    /// A model or a tuning that is not valid.
+    pub fn tuned(&self) -> Result<Option<Model>, ModelError> {
+        if self.tuning.trains_all() {
+            return Ok(None);
+        }
+        Model::new(self.spec.clone())?.tuned(&self.tuning).map(Some)
     }
-    Ok(units)
+
+    /// The units on one rank. In an unsplit model the kept and held bytes are those that the
+    /// engine's own pool counts.
+    ///
+    /// # Errors
+    /// A model or a tuning that is not valid; a sequence longer than the model's positions.
+    pub fn units(&self, work: &Workload, stack: &Stack, dtype: DType) -> Result<Units, ModelError> {
+        let mut units = Architecture::from(&self.spec).units(work, stack);
+        let tuned = self.tuned()?;
+        if let Some(model) = &tuned {
+            tune(&mut units, model);
+        }
+        if work.tensor * work.context * work.expert > 1 {
+            return Ok(units);
+        }
+        let counted = match tuned {
+            Some(model) => model,
+            None => one_of_each(&self.spec)?,
+        };
+        let shape = counted.batch_shape(work.micro_batch as usize, work.sequence as usize);
+        let cost = |policy| unit_costs(&counted, &shape, dtype, policy);
+        let [everything, selective, nothing] =
+            [cost(Policy::Everything)?, cost(Policy::Selective)?, cost(Policy::Nothing)?];
+        for (kind, unit) in units.kinds.iter_mut().enumerate() {
+            let saved = |costs: &[UnitCost]| costs[kind].saved_bytes as f64;
+            unit.saved = [saved(&everything), saved(&selective), saved(&nothing)];
+            let cost = &everything[kind];
+            // A peak includes the kept bytes, which the program counts itself.
+            let beyond = |peak: usize| (peak.saturating_sub(cost.saved_bytes) + cost.workspace_bytes) as f64;
+            unit.working = [beyond(cost.forward_peak_bytes), beyond(cost.backward_peak_bytes)];
+            unit.output = cost.output_bytes as f64;
+        }
+        // A loss is one number, so nothing crosses a cut after it.
+        if let Some(head) = units.kinds.last_mut() {
+            head.output = 0.0;
+        }
+        Ok(units)
+    }
+}
+
+/// Makes `units` those of a tuned model, each a kind of its own: blocks may differ in what is
+/// frozen.
+fn tune(units: &mut Units, model: &Model) {
+    units.kinds = units.order.iter().map(|(kind, _)| units.kinds[*kind].clone()).collect();
+    units.order.iter_mut().enumerate().for_each(|(index, (kind, _))| *kind = index);
+    for (index, unit) in units.kinds.iter_mut().enumerate() {
+        let (layout, of_model) = (model.layout(index, 1), &model.units()[index]);
+        // A weight that is borrowed, as a tied table is, has a gradient here too.
+        let borrowed = of_model.borrowed().iter().filter_map(|id| model.find(*id));
+        let (mut all, mut trained, mut adapters, mut products) = (0.0, 0.0, 0.0, 0.0);
+        for parameter in of_model.parameters().iter().chain(borrowed) {
+            let elements = parameter.elements() as f64;
+            if parameter.is_adapter() {
+                adapters += elements;
+                products += 1.0;
+            } else {
+                all += elements;
+                trained += if parameter.trained { elements } else { 0.0 };
+            }
+        }
+        let encodable = encodable(model, index).into_iter().map(|parameter| layout.range(parameter).len() as u64);
+        unit.elements = layout.flat_elements() as f64;
+        unit.tuned = Some(TunedWork {
+            frozen_elements: layout.frozen_flat_elements() as u64,
+            encodable: encodable.collect(),
+            gradients: (trained + adapters) / f64::max(all, 1.0),
+            adapters: adapters / f64::max(all, 1.0),
+        });
+        // An adapter's product has two gradients.
+        unit.extra_launches[0] += products;
+        unit.extra_launches[1] += 2.0 * products;
+        if index < model.lowest_trained() {
+            // No gradient flows so far down.
+            for kernels in [&mut unit.backward_input, &mut unit.backward_weights, &mut unit.selective] {
+                kernels.clear();
+            }
+            unit.extra_launches[1] = 0.0;
+        }
+    }
 }
 
 /// The model with one block of each kind.
@@ -51,6 +133,7 @@ fn one_of_each(spec: &ModelSpec) -> Result<Model, ModelError> {
 mod tests {
     use super::*;
     use crate::kernel::Kernel;
+    use trainyard_model::tuning::AdapterSpec;
 
     /// The priced kernels do the arithmetic of the models' code: at least products and attention.
     /// The rest is element-wise.
@@ -116,11 +199,37 @@ mod tests {
         let stack = Stack::named("trainyard").unwrap();
         let spec = trainyard_model::preset("llama-8b").unwrap();
         let work = Workload { sequence: 8192, micro_batch: 1, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
-        let units = own_units(&spec, &work, &stack, DType::BF16).unwrap();
+        let units = OwnModel::from(spec).units(&work, &stack, DType::BF16).unwrap();
         assert_eq!((units.kinds.len(), units.order.len()), (3, 34));
         let saved = units.kinds[1].saved;
         assert!(saved[0] > saved[1] && saved[1] > saved[2]);
         // Full checkpointing keeps a block's input: tokens x width x 2 bytes.
         assert_eq!(saved[2], 8192.0 * 4096.0 * 2.0);
+    }
+
+    /// A frozen weight has no gradient's product, an adapter's has two more, and below the first
+    /// trained unit nothing runs backward.
+    #[test]
+    fn frozen_parameters_have_no_products_of_gradients() {
+        let stack = Stack::named("trainyard").unwrap();
+        let spec = ModelSpec { layers: 3, ..trainyard_model::preset("llama-1b").unwrap() };
+        let work = Workload { sequence: 256, micro_batch: 1, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
+        let whole = OwnModel::from(spec.clone());
+        let adapter = AdapterSpec { rank: 8, alpha: 16.0, rank_stabilised: false, magnitudes: false, targets: vec![] };
+        let lora = OwnModel { tuning: Tuning { adapter: Some(adapter), ..Tuning::default() }, ..whole.clone() };
+        let freeze = vec!["embedding.*".to_owned(), "block.0.*".to_owned()];
+        let frozen = OwnModel { tuning: Tuning { freeze, ..Tuning::default() }, ..whole.clone() };
+        let units = |own: &OwnModel| own.units(&work, &stack, DType::BF16).unwrap();
+        let (whole, lora, frozen) = (units(&whole), units(&lora), units(&frozen));
+        assert_eq!((whole.kinds.len(), lora.kinds.len(), frozen.kinds.len()), (3, 5, 5));
+        let tuned = |units: &Units, unit: usize| units.kinds[unit].tuned.clone().unwrap();
+        assert!((0.001..0.05).contains(&tuned(&lora, 2).gradients) && tuned(&lora, 2).adapters > 0.0);
+        assert_eq!((tuned(&lora, 4).gradients, tuned(&lora, 0).gradients), (0.0, 0.0));
+        assert_eq!(tuned(&lora, 2).encodable.len(), 4);
+        assert_eq!((tuned(&frozen, 1).gradients, tuned(&frozen, 2).gradients), (0.0, 1.0));
+        assert!(frozen.kinds[1].backward_input.is_empty() && !frozen.kinds[2].backward_input.is_empty());
+        // An adapter keeps its layer's input and what is between its two matrices.
+        assert!(lora.kinds[2].saved[0] > whole.kinds[1].saved[0]);
+        assert_eq!(frozen.kinds[1].saved[0], 0.0);
     }
 }

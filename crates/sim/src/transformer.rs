@@ -153,6 +153,21 @@ pub struct UnitWork {
     pub expert_bytes: f64,
     /// Number of experts that each token is sent to.
     pub expert_copies: f64,
+    /// The trained part of the unit; None: all of it.
+    pub tuned: Option<TunedWork>,
+}
+
+/// The difference that fine-tuning makes to a unit.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct TunedWork {
+    /// Elements of its frozen parameters.
+    pub frozen_elements: u64,
+    /// The elements of each frozen matrix that may lie encoded.
+    pub encodable: Vec<u64>,
+    /// Products of weights' gradients, as a share of those of all weights.
+    pub gradients: f64,
+    /// Products with adapters in forward and in the input's gradient, as a share of the others.
+    pub adapters: f64,
 }
 
 /// A model's units: kinds, and the kind of each unit in order.

@@ -13,7 +13,7 @@ use super::advise::settings as advise_settings;
 use super::config::resolve;
 use crate::choose::trial_seconds;
 use crate::forecast;
-use crate::output::{note, print, read};
+use crate::output::{count, note, print, read};
 use anyhow::{Context, Result, bail};
 use keys::settings;
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ use trainyard_engine::config::{
 };
 use trainyard_engine::host;
 use trainyard_engine::pretrained::config_text;
-use trainyard_engine::shape::model_spec;
+use trainyard_engine::shape::{base_codec, model_spec, tuning};
 use trainyard_engine::trained::Runtime;
 use trainyard_model::{ModelSpec, PRESET_NAMES, gguf, hf, preset};
 use trainyard_plan::html::{Page, Scaling, page};
@@ -37,7 +37,8 @@ use trainyard_program::MemoryKind;
 use trainyard_sim::measurement::Class;
 use trainyard_sim::transformer::Architecture;
 use trainyard_sim::{
-    Cluster, Constants, Errors, Format, Generation, NetworkLink, ProfileKind, Profiles, Stack, models, usual_name,
+    Cluster, Constants, Errors, Format, Generation, NetworkLink, OwnModel, ProfileKind, Profiles, Stack, models,
+    usual_name,
 };
 
 /// Find the best plan for training a model on a cluster, with reasons.
@@ -205,8 +206,18 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let (mut request, mut facts) = (request(args, &profiles)?, facts()?);
     let stack = stacks::chosen(args.stack.as_deref(), args.export)?;
+    let tuned = request.own.as_ref().is_some_and(|own| !own.tuning.trains_all());
     if let Some(stack) = &stack {
+        if tuned {
+            note("other trainers are planned as training all of the model, without [fine_tuning]");
+        }
         stacks::plan_for(stack, &mut request, &mut facts);
+    }
+    let coded = request.own.as_ref().is_some_and(|own| own.base.is_some());
+    if coded && request.cluster.device.family != Generation::Cpu {
+        bail!(
+            "fine_tuning.base_dtype runs on processors only: leave it out (--set fine_tuning.base_dtype=compute), or plan for processors, for example --cluster 4x1xCPU-AVX512-32"
+        );
     }
     let mut answer = plan(&request, &facts)?;
     let correction = args.measured.as_deref().map(|text| measured::correction(text, &request, &facts)).transpose()?;
@@ -233,7 +244,8 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(dialect) = args.export {
         return stacks::export(dialect, &request, shown, &facts.stack);
     }
-    let compared = if stack.is_none() { stacks::compare(&request, &facts)? } else { Vec::new() };
+    // Other trainers are planned as training all of the model: nothing to compare a part with.
+    let compared = if stack.is_none() && !tuned { stacks::compare(&request, &facts)? } else { Vec::new() };
     if args.json {
         let mut value = to_json(&request, &answer, &different);
         value["stacks"] = stacks::to_json(&compared);
@@ -343,7 +355,14 @@ fn request_with(args: &Args, profiles: &Profiles, from: Option<&Settings>) -> Re
         (Some(path), _) => configured(path, &args.sets)?,
         (None, Some(name)) => {
             let (model, own) = named_model(name)?;
-            Asked { model, own, batch: None, length: None, format: Format::Bf16, memory_bytes: None }
+            Asked {
+                model,
+                own: own.map(OwnModel::from),
+                batch: None,
+                length: None,
+                format: Format::Bf16,
+                memory_bytes: None,
+            }
         }
         (None, None) => {
             bail!("say what to plan: a configuration, or --model with --global-batch and --sequence-length")
@@ -456,7 +475,7 @@ fn this_machine() -> Result<Cluster> {
 /// The model and training that a configuration, or a model's name with options, asks for.
 struct Asked {
     model: Architecture,
-    own: Option<ModelSpec>,
+    own: Option<OwnModel>,
     batch: Option<u64>,
     length: Option<u64>,
     format: Format,
@@ -495,9 +514,22 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
             note(&format!("the planner of clusters plans plain synchronous steps, without {passed_over}"));
         }
     }
+    let model = Architecture::from(&spec);
+    let own = OwnModel { spec, tuning: tuning(config), base: base_codec(config) };
+    if let Some(tuned) = own.tuned()? {
+        let elements = |trained: bool| -> usize {
+            let which = tuned.parameters().filter(|(_, parameter)| !trained || parameter.trained);
+            which.map(|(_, parameter)| parameter.elements()).sum()
+        };
+        note(&format!(
+            "fine_tuning: {} of {} parameters are trained; layouts that split products, sequences or experts are priced with the activations of full training",
+            count(elements(true) as u64),
+            count(elements(false) as u64)
+        ));
+    }
     Ok(Asked {
-        model: Architecture::from(&spec),
-        own: Some(spec),
+        model,
+        own: Some(own),
         batch: Some(resolved.batch.global as u64),
         length: Some(resolved.sequence_length as u64),
         format: keys::format(&resolved),

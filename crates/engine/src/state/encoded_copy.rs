@@ -16,8 +16,7 @@ use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::Mutex;
 use trainyard_comm::codec::{self, Rounding};
-use trainyard_model::tuning::is_encodable;
-use trainyard_model::{Model, UnitLayout};
+use trainyard_model::UnitLayout;
 use trainyard_program::BlockCodec;
 use trainyard_tensor::cpu::Cpu;
 use trainyard_tensor::cpu::cast::cast_part;
@@ -29,16 +28,6 @@ const GRAIN: usize = 1 << 14;
 
 /// Bytes of a packed word.
 const WORD: usize = 2;
-
-/// The indices of the parameters of `unit` that may lie encoded: none of the embedding and of the
-/// head.
-pub(crate) fn encodable(model: &Model, unit: usize) -> Vec<usize> {
-    if unit == 0 || unit + 1 == model.units().len() {
-        return Vec::new();
-    }
-    let parameters = model.units()[unit].parameters().iter().enumerate();
-    parameters.filter(|(_, spec)| is_encodable(spec)).map(|(index, _)| index).collect()
-}
 
 /// The copy of a unit at rest, or a rank's part of it.
 pub(crate) struct EncodedCopy {

@@ -10,7 +10,6 @@ mod encoded_copy;
 mod gradients;
 mod parameters;
 
-pub(crate) use encoded_copy::encodable;
 pub use gradients::{AfterBackward, GradientState};
 pub(crate) use parameters::initial_values;
 pub use parameters::{ParameterState, UnitParameters};

@@ -5,7 +5,7 @@
 //!   the masters themselves. It may be a shard, and may be offloaded;
 //! - the *whole*: all of a unit's parameters, gathered from other ranks if the copy is a shard.
 
-use super::encoded_copy::{self, EncodedCopy, encodable};
+use super::encoded_copy::{self, EncodedCopy};
 use super::{Holding, lock, overlap};
 use crate::constraints::{GridMatrices, WeightConstraints};
 use crate::gathers::EncodedGathers;
@@ -16,6 +16,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use trainyard_autograd::{Adapter, AutogradError, ParamId, Parameter, Parameters};
+use trainyard_model::tuning::encodable;
 use trainyard_model::{Adapters, Init, Model, ParameterSpec, UnitLayout};
 use trainyard_program::{BlockCodec, Extent};
 use trainyard_tensor::cpu::philox::{self, RandomKey};

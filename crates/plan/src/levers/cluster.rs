@@ -120,8 +120,8 @@ impl ClusterBench<'_> {
         if (setup.layers, setup.ffn) != (request.model.layers, request.model.ffn) {
             (request.model.layers, request.model.ffn) = (setup.layers, setup.ffn);
             if let Some(own) = own {
-                (own.layers, own.ffn_dim) = (setup.layers as usize, setup.ffn as usize);
-                own.sliding_layers = None;
+                (own.spec.layers, own.spec.ffn_dim) = (setup.layers as usize, setup.ffn as usize);
+                own.spec.sliding_layers = None;
             }
         }
         // A replica by itself has fewer devices than the cluster.

@@ -172,7 +172,7 @@ fn request(resolved: &Resolved, base: &Setup, cluster: Cluster) -> Result<Reques
     let spec = model_spec(resolved)?;
     Ok(Request {
         model: Architecture::from(&spec),
-        own: Some(spec),
+        own: Some(spec.into()),
         cluster,
         global_batch: base.global_batch(),
         sequence_length: base.sequence_length,
