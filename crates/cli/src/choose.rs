@@ -76,8 +76,7 @@ pub fn int8(
     inputs: &Inputs,
 ) -> Option<Lever> {
     let set = "precision.int8=switchback";
-    let measured = profile.kernels.iter().any(|curve| curve.kernel.starts_with("linear_int8"));
-    let now = load(&way.sets).ok().filter(|_| measured)?;
+    let now = load(&way.sets).ok().filter(|_| has_int8(profile))?;
     let with = load(&[&way.sets[..], &[set.to_owned()]].concat()).ok()?;
     if now.precision.int8 == with.precision.int8 {
         return None;
@@ -92,6 +91,11 @@ pub fn int8(
     let effect =
         "it rounds operands of products to 8 bits: the loss of a small model was 0.2 % higher (docs/training.md)";
     (saved_s > 0.0).then_some(Lever { set, step_s: way.step_s - saved_s, effect })
+}
+
+/// True if the profile has measured products of 8-bit integers.
+pub fn has_int8(profile: &MachineProfile) -> bool {
+    profile.kernels.iter().any(|curve| curve.kernel.starts_with("linear_int8"))
 }
 
 /// The memory of the machine of `profile`, and the limit of `base`.

@@ -28,7 +28,7 @@ fn levers_of_a_cluster_have_prices_settings_and_sources() {
         }
     }
     let text = folder.run(&["advise", "c.toml", "--cluster", "1x2xA100-80GB"]).ok().stdout;
-    for part in ["can be run", "not runnable yet", "without a price", "to switch on", "sources of what is said"] {
+    for part in ["can be run", "not by settings alone", "without a price", "to switch on", "sources of what is said"] {
         assert!(text.contains(part), "{part}: {text}");
     }
 }

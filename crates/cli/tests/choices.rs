@@ -371,6 +371,37 @@ fn what_is_asked_of_a_calibrated_machine_is_answered_from_its_profile_or_says_th
     assert!(tried.stderr.contains("neither reads --profile nor tries"), "{}", tried.stderr);
 }
 
+/// A row of `advise`.
+fn advised(folder: &Folder, name: &str, more: &[&str]) -> Value {
+    let ran = run(folder, &[&["advise", "c.toml", "--json"], more].concat()).ok();
+    let mut answer: Value = serde_json::from_str(&ran.stdout).unwrap();
+    let levers = answer["levers"].as_array_mut().unwrap();
+    levers.iter_mut().find(|lever| lever["lever"] == name).unwrap().take()
+}
+
+/// Regression: levers with keys of their own were said not to run.
+#[test]
+fn levers_with_settings_are_priced_as_the_run_that_they_make() {
+    let folder = folder();
+    for (name, set, more) in [
+        ("gradients, low rank", "compression.gradients=power_sgd", &["--set", "parallel.ranks=2"][..]),
+        ("gradients in int8", "compression.gradients=int8", &["--set", "parallel.ranks=2"]),
+        ("quantisation-aware training", "quantization.aware=4", &["--set", "model.dim=128"]),
+    ] {
+        let priced = advised(&folder, name, more);
+        assert_eq!(priced["runnable"], true, "{priced}");
+        let sets = priced["sets"].as_array().unwrap();
+        assert!(sets.contains(&set.into()), "{priced}");
+        let run_name = &format!("run.name='{}'", set.rsplit('=').next().unwrap());
+        let run_sets = sets.iter().flat_map(|set| ["--set", set.as_str().unwrap()]);
+        let train = ["train", "c.toml", "--set", "training.steps=1", "--set", run_name];
+        let arguments: Vec<&str> = train.into_iter().chain(more.iter().copied()).chain(run_sets).collect();
+        assert!(run(&folder, &arguments).ok().stdout.contains("done: 1 step"), "{arguments:?}");
+    }
+    let pruned = advised(&folder, "structured pruning", &[]);
+    assert!(pruned["runnable"] == false && pruned["change"].as_str().unwrap().contains("trainyard prune"), "{pruned}");
+}
+
 /// Plans of a model of images know its classes and what preparing the images costs; the run that is
 /// picked predicts the same, and its summary has the price.
 /// Products of 8-bit integers change the result, so they are named beside the plans, and are no
@@ -397,7 +428,15 @@ fn what_8_bit_integers_would_gain_is_said_where_they_were_measured() {
             profile.kernels.push(KernelCurve { kernel, dtype, ranks: 1, threads: 1, points: vec![point] });
         }
     }
+    let lever = |more: &[&str]| advised(&folder, "8-bit integers", &[&["--set", "model.dim=256"], more].concat());
+    let unknown = lever(&[]);
+    assert!(unknown["not_priced"].as_str().unwrap().contains("has not measured them"), "{unknown}");
     profile.save(&folder.join("machine.toml")).unwrap();
+    let priced = lever(&[]);
+    assert_eq!(priced["runnable"], true, "{priced}");
+    assert!(priced["sets"].as_array().unwrap().contains(&"precision.int8=switchback".into()), "{priced}");
+    let chosen = lever(&["--set", "precision.int8=switchback"]);
+    assert!(chosen["not_priced"].as_str().unwrap().contains("in use"), "{chosen}");
     let shown = plan(&[]).stdout;
     assert!(
         shown.contains("more precision.int8=switchback: ") && shown.contains(" times as fast; it rounds"),

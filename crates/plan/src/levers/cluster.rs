@@ -181,6 +181,7 @@ fn change(edit: &Edit, costs: &mut Costs) {
         }
         Edit::ParameterBytes { .. }
         | Edit::LocalSteps { .. }
+        | Edit::Integers
         | Edit::Pruned
         | Edit::Teacher
         | Edit::FreeLoading

@@ -44,6 +44,8 @@ pub enum Edit {
     },
     /// Weights are rounded to a narrow format and back before every forward.
     FakeQuantisation,
+    /// Blocks multiply in 8-bit integers. It has a price where the setting itself is priced.
+    Integers,
     /// The setup's model is what is left of a larger one.
     Pruned,
     /// A teacher runs forward on every micro-batch.
@@ -98,7 +100,7 @@ impl Edit {
             Edit::ParameterBytes { share } => hold(program, share, MemoryKind::Parameters),
             Edit::FreeLoading => messages(program, 0.0, |action| matches!(action, Action::Load { .. })),
             Edit::FreeExchanges => messages(program, 0.0, is_exchange),
-            Edit::LocalSteps { .. } | Edit::FakeQuantisation | Edit::Pruned | Edit::Teacher => {}
+            Edit::LocalSteps { .. } | Edit::FakeQuantisation | Edit::Integers | Edit::Pruned | Edit::Teacher => {}
         }
     }
 }

@@ -23,7 +23,7 @@ pub use advice::{Advice, Combination, Outcome, Row, advise};
 pub use cluster::ClusterBench;
 pub use edit::{Code, Edit, is_exchange, local_steps};
 pub use report::{Heading, json, quoted, text};
-pub use setup::{Optimizer, Place, ReduceFormat, Setup};
+pub use setup::{Optimizer, Place, ReduceFormat, Setup, Switch};
 
 use crate::Breakdown;
 

@@ -1,6 +1,6 @@
 //! The setups that each lever offers. A function per lever; [`table`](super::table) names them.
 
-use super::{Choice, Code, Edit, Offers, Optimizer, Place, ReduceFormat, Setup};
+use super::{Choice, Code, Edit, Offers, Optimizer, Place, ReduceFormat, Setup, Switch};
 use crate::{Candidate, Checkpointing};
 use trainyard_program::{Mesh, Offload, PipelineSchedule, Reshard, Tier};
 use trainyard_sim::Format;
@@ -98,6 +98,19 @@ pub fn eight_bits(now: &Setup, place: &Place) -> Offers {
             Offers::NotPriced("these devices multiply no 8-bit floats; a GPU from Ada or Hopper on does")
         }
         _ => one("fp8 products", Some(now.with(Candidate { format: Format::Fp8, ..now.candidate }))),
+    }
+}
+
+/// Products of 8-bit integers.
+pub fn integers(now: &Setup, place: &Place) -> Offers {
+    match (place.integers, now.candidate.format) {
+        (Switch::On, _) => Offers::InUse("blocks multiply in 8-bit integers"),
+        (Switch::None, _) => Offers::NotPriced("they are for processors, and this profile has not measured them"),
+        (_, Format::Fp8 | Format::Fp4) => Offers::InUse("products have 8 bits or fewer"),
+        _ => {
+            let in_bf16 = now.with(Candidate { format: Format::Bf16, ..now.candidate });
+            one("blocks in 8-bit integers, the rest in bf16", in_bf16.edited(Edit::Integers))
+        }
     }
 }
 
@@ -415,8 +428,12 @@ pub fn loading(now: &Setup, _: &Place) -> Offers {
 }
 
 /// Token files that are made once.
-pub fn caching(_: &Setup, _: &Place) -> Offers {
-    Offers::InUse("text is tokenised once, and token files are mapped into memory")
+pub fn caching(_: &Setup, place: &Place) -> Offers {
+    match place.image_cache {
+        Switch::None => Offers::InUse("text is tokenised once, and token files are mapped into memory"),
+        Switch::On => Offers::InUse("decoded images are kept in images.cache"),
+        Switch::Off => Offers::NotPriced("images.cache keeps decoded images from the first epoch on: docs/images.md"),
+    }
 }
 
 /// Sequences without padding.
@@ -469,7 +486,10 @@ pub fn freezing(now: &Setup, place: &Place) -> Offers {
 /// MLPs without a quarter of their width.
 pub fn structured_pruning(now: &Setup, _: &Place) -> Offers {
     let ffn = (now.ffn * 3 / 4).next_multiple_of(16);
-    one(&format!("MLPs of width {ffn}, from {}", now.ffn), Setup { ffn, ..now.clone() }.edited(Edit::Pruned))
+    one(
+        &format!("MLPs of width {ffn}, from {} (trainyard prune)", now.ffn),
+        Setup { ffn, ..now.clone() }.edited(Edit::Pruned),
+    )
 }
 
 /// Two of four weights are zero.
@@ -494,7 +514,7 @@ pub fn quantisation_aware(now: &Setup, _: &Place) -> Offers {
 pub fn distillation(now: &Setup, _: &Place) -> Offers {
     let layers = now.layers / 2;
     let student = Setup { layers, ..now.clone() };
-    let words = format!("a student of {layers} blocks, this model its teacher");
+    let words = format!("a student of {layers} blocks, this model its teacher (trainyard distill)");
     one(&words, student.edited(Edit::Teacher).filter(|_| layers > 0))
 }
 

@@ -41,7 +41,7 @@ pub fn text(advice: &Advice, heading: &Heading, sets: &dyn Fn(&Setup) -> Vec<Str
     );
     let priced = |wanted: bool| advice.rows.iter().filter(move |row| runs_now(row) == Some(wanted));
     let mut number = 0;
-    for (title, wanted) in [("can be run", true), ("not runnable yet", false)] {
+    for (title, wanted) in [("can be run", true), ("not by settings alone", false)] {
         let rows: Vec<Vec<String>> = priced(wanted)
             .map(|row| {
                 number += 1;

@@ -68,6 +68,17 @@ impl Optimizer {
     }
 }
 
+/// The state of something that a place can have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Switch {
+    /// The place does not have it, or nothing is known of it.
+    None,
+    /// It is there, and off.
+    Off,
+    /// It is in use.
+    On,
+}
+
 /// The devices that run the step, and the sizes of the model that they divide.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Place {
@@ -91,6 +102,10 @@ pub struct Place {
     pub tiers: Vec<Tier>,
     /// Number formats whose products the devices have.
     pub formats: Vec<Format>,
+    /// The state of products of 8-bit integers in blocks.
+    pub integers: Switch,
+    /// The state of a cache of decoded images; none for models of text.
+    pub image_cache: Switch,
 }
 
 impl Setup {
@@ -166,6 +181,8 @@ impl Place {
             dim: model.dim,
             tiers: if request.has_host_tier() { vec![Tier::Host] } else { Vec::new() },
             formats: cluster.device.dense_tflops.keys().copied().collect(),
+            integers: Switch::None,
+            image_cache: Switch::None,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Prices setups on this machine: each is resolved, lowered and executed without data like a run,
 //! and its kernels are priced from the profile by `trainyard calibrate`.
 
-use super::settings::{knows, settings};
+use super::settings::{has_settings, settings};
 use crate::commands::config::resolve_for;
 use crate::output::chain;
 use anyhow::Result;
@@ -55,7 +55,7 @@ impl Bench for MachineBench<'_> {
     }
 
     fn runs(&self, setup: &Setup) -> bool {
-        setup.candidate.runnable().is_yes() && (setup.edits.is_empty() || knows(self.base, setup, self.load))
+        setup.candidate.runnable().is_yes() && self.by_settings(setup).is_ok_and(|(_, rest)| rest.is_empty())
     }
 }
 
@@ -84,19 +84,32 @@ impl MachineBench<'_> {
         Ok(local_steps(alone.price, every, average_s, moments, memory_bytes_s))
     }
 
+    /// The configuration of `setup`, and the edits that it has no settings for. An edit whose settings
+    /// the configuration refuses is left to the program, with all others.
+    fn by_settings(&self, setup: &Setup) -> Result<(Resolved, Vec<Edit>)> {
+        let resolved = |setup: &Setup| resolve_for(&(self.load)(&settings(self.base, setup))?, self.inputs.clone());
+        let (set, rest): (Vec<Edit>, _) = setup.edits.iter().partition(|edit| has_settings(edit));
+        match resolved(&Setup { edits: set, ..setup.clone() }) {
+            Ok(resolved) => Ok((resolved, rest)),
+            Err(_) if !setup.edits.contains(&Edit::Integers) => {
+                Ok((resolved(&Setup { edits: Vec::new(), ..setup.clone() })?, setup.edits.clone()))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     /// Simulates `setup`. `layout` overrides the way in which ranks share the cores.
     fn step(&self, setup: &Setup, layout: Option<HostLayout>) -> Result<Step> {
-        let sets = settings(self.base, &Setup { edits: Vec::new(), ..setup.clone() });
-        let resolved = resolve_for(&(self.load)(&sets)?, self.inputs.clone())?;
+        let (resolved, edits) = self.by_settings(setup)?;
         let Forecast { stages, layout: own } = trainyard_calibrate::forecast(&resolved, &self.profile.machine)?;
         let layout = layout.unwrap_or(own);
         let prices = HostPrices::new(self.profile, layout, self.profile.speeds);
         let (mut programs, mut all, mut bytes, mut remarks) = (Vec::new(), Vec::new(), 0, Vec::new());
         for (before, needs) in stages {
             let mut program = before.clone();
-            setup.edits.iter().for_each(|edit| edit.program(&mut program));
+            edits.iter().for_each(|edit| edit.program(&mut program));
             let mut priced = prices.program(&program, &needs.calls);
-            for edit in &setup.edits {
+            for edit in &edits {
                 self.change(edit, &before, &needs.calls, &prices, &mut priced);
             }
             let [was, is] = [&before, &program].map(|program| Memory::of(program).peak_bytes as i64);
@@ -179,7 +192,7 @@ impl MachineBench<'_> {
                     priced[number].work_s *= (MOVED - 16.0 * (1.0 - share)) / MOVED;
                 }
             }
-            Edit::ParameterBytes { .. } | Edit::LocalSteps { .. } | Edit::Pruned | Edit::Teacher => {}
+            Edit::ParameterBytes { .. } | Edit::LocalSteps { .. } | Edit::Integers | Edit::Pruned | Edit::Teacher => {}
         }
     }
 }

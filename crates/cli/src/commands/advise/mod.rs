@@ -14,9 +14,9 @@ use here::MachineBench;
 use settings::{settings, setup};
 use std::path::PathBuf;
 use trainyard_calibrate::probe_group;
-use trainyard_engine::config::{Config, Inputs, ModelSource, Resolved};
+use trainyard_engine::config::{Config, Inputs, Int8Recipe, ModelSource, Resolved};
 use trainyard_engine::shape::model_spec;
-use trainyard_plan::levers::{self, Advice, ClusterBench, Heading, Place, Setup, advise};
+use trainyard_plan::levers::{self, Advice, ClusterBench, Heading, Place, Setup, Switch, advise};
 use trainyard_plan::{Budget, Fixed, Limits, Objective, Request, table};
 use trainyard_program::Tier;
 use trainyard_sim::machine::Machine;
@@ -27,8 +27,8 @@ use trainyard_sim::{Cluster, Format, Generation, MachineProfile};
 ///
 /// One table of all levers: batch, precision, memory, each kind of parallelism, network, update
 /// rule, data, adapters, pruning, quantisation, distillation. Each row is simulated like a plan,
-/// and says speed, memory, what it costs in quality, and the settings that switch it on. What this
-/// program cannot run yet is priced on a changed program and marked.
+/// and says speed, memory, what it costs in quality, and the settings that switch it on. What no
+/// setting switches on is priced on a changed program and stands apart.
 #[derive(clap::Args)]
 pub struct Args {
     /// A configuration in TOML.
@@ -101,7 +101,8 @@ fn on_cluster(args: &Args, load: &dyn Fn(&[String]) -> Result<Config>, cluster: 
     };
     let knows = |setup: &Setup| settings::knows(&base, setup, &over);
     let bench = ClusterBench { request: &request, facts: &facts, base: &base, knows: &knows };
-    let place = Place { pretrained: is_pretrained(&resolved), ..Place::of(&request) };
+    let place =
+        Place { pretrained: is_pretrained(&resolved), image_cache: image_cache(&resolved), ..Place::of(&request) };
     let advice = advise(&base, &place, &bench).map_err(anyhow::Error::msg)?;
     let sets = |setup: &Setup| [&there[..], &settings(&base, setup)].concat();
     show(args, &advice, &heading(&resolved, &words(&request.cluster))?, &sets)
@@ -164,7 +165,22 @@ fn machine(resolved: &Resolved, profile: &MachineProfile, inputs: &Inputs) -> Re
         dim: spec.dim as u32,
         tiers: if gpu.is_some() { vec![Tier::Host, Tier::Disk] } else { vec![Tier::Disk] },
         formats,
+        integers: match resolved.config.precision.int8 {
+            Int8Recipe::Off if choose::has_int8(profile) => Switch::Off,
+            Int8Recipe::Off => Switch::None,
+            Int8Recipe::Switchback => Switch::On,
+        },
+        image_cache: image_cache(resolved),
     })
+}
+
+/// The state of the cache of decoded images.
+fn image_cache(resolved: &Resolved) -> Switch {
+    match &resolved.images {
+        None => Switch::None,
+        Some(_) if resolved.config.images.cache.is_some() => Switch::On,
+        Some(_) => Switch::Off,
+    }
 }
 
 /// The request to the simulator: the configuration's model and batch on a cluster.

@@ -79,18 +79,28 @@ fn of_edit(edit: &Edit) -> Option<Vec<String>> {
             Some(vec!["compression.gradients=int8".to_owned(), "compression.error_feedback=true".to_owned()])
         }
         Edit::Codec { code: Code::TopK, .. } => Some(vec!["compression.gradients=top_k".to_owned()]),
+        Edit::Codec { code: Code::LowRank, .. } => Some(vec!["compression.gradients=power_sgd".to_owned()]),
+        Edit::Integers => Some(vec!["precision.int8=switchback".to_owned()]),
+        Edit::FakeQuantisation => Some(vec!["quantization.aware=4".to_owned()]),
         Edit::Adapters { .. } => Some(vec!["fine_tuning.adapter=lora".to_owned()]),
         Edit::Freeze { blocks } => {
             let patterns: Vec<String> = (0..*blocks).map(|block| format!("'block.{block}.*'")).collect();
             Some(vec![format!("fine_tuning.freeze=['embedding.*', {}]", patterns.join(", "))])
         }
+        // Of adapters, whose edit stands beside it.
+        Edit::ParameterBytes { .. } => Some(vec!["fine_tuning.base_dtype=nf4".to_owned()]),
         _ => None,
     }
 }
 
+/// True if the engine has keys for an edit.
+pub fn has_settings(edit: &Edit) -> bool {
+    of_edit(edit).is_some()
+}
+
 /// True if a configuration made by `load` accepts the settings of all edits of `setup`.
 pub fn knows(base: &Setup, setup: &Setup, load: &dyn Fn(&[String]) -> Result<Config>) -> bool {
-    setup.edits.iter().all(|edit| of_edit(edit).is_some()) && load(&settings(base, setup)).is_ok()
+    setup.edits.iter().all(has_settings) && load(&settings(base, setup)).is_ok()
 }
 
 /// Settings that only some setups have, with the values that they have if unset.
@@ -118,7 +128,7 @@ mod tests {
     use std::path::Path;
     use trainyard_engine::config::Inputs;
     use trainyard_plan::levers::table::LEVERS;
-    use trainyard_plan::levers::{Offers, Place};
+    use trainyard_plan::levers::{Offers, Place, Switch};
     use trainyard_program::Tier;
     use trainyard_sim::Format;
 
@@ -153,6 +163,8 @@ mod tests {
             dim: 64,
             tiers: vec![Tier::Disk],
             formats: vec![Format::Fp32, Format::Bf16],
+            integers: Switch::Off,
+            image_cache: Switch::None,
         };
         let sharded = ["parallel.ranks=4", "parallel.zero_stage=3"].map(str::to_owned);
         // Regression: these overrides stayed when a lever chose one mode for all blocks.
