@@ -6,6 +6,7 @@ pub mod attention;
 pub mod gemm;
 pub mod gpu;
 pub mod memory_bound;
+pub mod muon;
 
 /// Peaks that no kernel reaches.
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! relative error of the moments stays what it is.
 
 use super::{ULP, close, dtypes, on_every_cpu, values, wide};
-use crate::cpu::muon::{self, Muon, MuonScale, muon};
+use crate::cpu::muon::{self, Matrix, Muon, MuonScale, muon};
 use crate::cpu::optim::*;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{Element, bf16};
@@ -261,24 +261,6 @@ dtypes! {
     }
 }
 
-/// The Newton-Schulz iteration in `f64`, straightforwardly.
-fn orthogonal(g: &[f64], rows: usize, columns: usize) -> Vec<f64> {
-    let product = |a: &[f64], b: &[f64], m: usize, k: usize, n: usize| -> Vec<f64> {
-        (0..m * n).map(|i| (0..k).map(|l| a[i / n * k + l] * b[l * n + i % n]).sum()).collect()
-    };
-    let turn = |x: &[f64], m: usize, n: usize| -> Vec<f64> { (0..m * n).map(|i| x[i % m * n + i / m]).collect() };
-    let norm = g.iter().map(|g| g * g).sum::<f64>().sqrt().max(1e-7);
-    let mut x: Vec<f64> = g.iter().map(|g| g / norm).collect();
-    for _ in 0..5 {
-        let gram = product(&x, &turn(&x, rows, columns), rows, columns, rows);
-        let square = product(&gram, &gram, rows, rows, rows);
-        let p: Vec<f64> = gram.iter().zip(&square).map(|(a, aa)| -4.775 * a + 2.0315 * aa).collect();
-        let px = product(&p, &x, rows, rows, columns);
-        x = x.iter().zip(&px).map(|(x, px)| 3.4445 * x + px).collect();
-    }
-    x
-}
-
 #[test]
 fn muon_steps() {
     for (rows, columns) in [(6, 4), (4, 6), (40, 33), (1, 9)] {
@@ -292,7 +274,14 @@ fn muon_steps() {
                 let mut space = vec![W::default(); muon::workspace(shape[0], shape[1])];
                 for step in 1..=3 {
                     let g = gradient(step, start.len());
-                    muon(cpu, hyper, shape, SCALE, &mut p, &g, &mut m, Some(&mut copy), &mut space);
+                    let (params, momentum, copy) = (&mut p[..], &mut m[..], Some(&mut copy[..]));
+                    let gradients = &g[..];
+                    let workspace = &mut space[..];
+                    let gradient_scale = SCALE;
+                    muon(
+                        cpu,
+                        &mut [Matrix { hyper, shape, gradient_scale, params, gradients, momentum, copy, workspace }],
+                    );
                 }
                 (p, copy)
             }
@@ -308,7 +297,7 @@ fn muon_steps() {
                     MuonScale::Original => (rows as f64 / columns as f64).max(1.0).sqrt(),
                     MuonScale::MatchRmsAdamW => 0.2 * (rows.max(columns) as f64).sqrt(),
                 };
-                let o = orthogonal(&u, rows, columns);
+                let o = oracle::newton_schulz(&u, [rows, columns], 5);
                 for i in 0..len {
                     want[i] = want[i] * (1.0 - 0.02 * 0.1) - 0.02 * factor * o[i];
                 }
@@ -329,6 +318,50 @@ fn muon_steps() {
                 // fraction of its size.
                 close(isa, "muon bf16", &p, &want, 3.0 * 0.02 * 1.3 * 0.15);
             }
+        }
+    }
+}
+
+/// Matrices that go to threads whole, and matrices that are each on all threads, end with the bits
+/// that each has alone on one thread.
+#[test]
+fn muon_of_several_matrices_has_the_bits_of_each_alone() {
+    let block: &[[usize; 2]] = &[[40, 40], [40, 40], [96, 40], [40, 96], [40, 40], [7, 3]];
+    for (shapes, isa) in [block, &[[150, 70], [3, 9]]]
+        .into_iter()
+        .flat_map(|shapes| Isa::tested(Isa::Avx512Bf16).map(move |isa| (shapes, isa)))
+    {
+        let of = |threads: usize, shapes: &[[usize; 2]], first: usize| {
+            let cpu = Cpu::new(isa, threads);
+            let len = |shape: &[usize; 2]| shape[0] * shape[1];
+            let mut params: Vec<_> = shapes.iter().zip(first..).map(|(s, n)| values::<f32>(n as u64, len(s))).collect();
+            let gradients: Vec<_> = shapes.iter().zip(first..).map(|(s, n)| gradient(n as u64, len(s))).collect();
+            let mut momentum: Vec<_> = shapes.iter().map(|shape| vec![0.0; len(shape)]).collect();
+            let mut scratch: Vec<_> =
+                shapes.iter().map(|[rows, columns]| vec![bf16::default(); muon::workspace(*rows, *columns)]).collect();
+            let hyper = Muon {
+                lr: 0.02,
+                momentum: 0.95,
+                nesterov: true,
+                weight_decay: 0.1,
+                scale: MuonScale::Original,
+                iterations: 5,
+            };
+            let mut matrices = Vec::new();
+            let parts = params.iter_mut().zip(&gradients).zip(&mut momentum).zip(&mut scratch).zip(shapes);
+            for ((((params, gradients), momentum), workspace), shape) in parts {
+                let (copy, gradient_scale, shape) = (None::<&mut [f32]>, SCALE, *shape);
+                matrices.push(Matrix { hyper, shape, gradient_scale, params, gradients, momentum, copy, workspace });
+            }
+            muon(&cpu, &mut matrices);
+            (params, momentum)
+        };
+        let alone: (Vec<_>, Vec<_>) = (0..shapes.len())
+            .map(|index| of(1, &shapes[index..=index], index))
+            .map(|(mut params, mut momentum)| (params.remove(0), momentum.remove(0)))
+            .unzip();
+        for threads in 1..=4 {
+            assert!(of(threads, shapes, 0) == alone, "{isa}: {shapes:?} on {threads} threads");
         }
     }
 }
