@@ -17,7 +17,6 @@ use trainyard_engine::config::{Config, Inputs, Resolved};
 use trainyard_engine::trained::Runtime;
 use trainyard_tensor::bench::attention::{BenchError, Case, Measured, measure as time_attention};
 use trainyard_tensor::bench::gemm::{LAYERS, Timing, geometric_mean, time_int8, time_layer};
-use trainyard_tensor::bench::muon::{Block, measure as time_muon};
 use trainyard_tensor::cpu::peak::{self, Peaks};
 use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::{DType, bf16, f16};
@@ -27,8 +26,7 @@ use trainyard_tensor::{DType, bf16, f16};
 pub enum Command {
     /// Whole training steps on random tokens.
     Train(TrainArgs),
-    /// Matrix products in the three forms that training needs, attention, forward and backward, and
-    /// steps of Muon.
+    /// Matrix products in the three forms that training needs, and attention, forward and backward.
     Kernels(KernelsArgs),
     /// Peak memory against its prediction: three models, three checkpointing modes.
     Memory(MemoryArgs),
@@ -231,7 +229,6 @@ fn kernels(args: &KernelsArgs) -> Result<()> {
     for dtype in &args.dtype {
         products(args, &cpu, &peaks, *dtype, &mut cases)?;
         attention(args, &cpu, &peaks, *dtype, &mut cases)?;
-        muon(args, &cpu, &peaks, *dtype, &mut cases)?;
     }
     if args.json {
         let line = json!({"isa": isa.name(), "threads": peaks.threads, "cases": cases});
@@ -332,49 +329,6 @@ fn attention(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, cas
                 "peak_share": share,
             }));
         }
-    }
-    if args.json { Ok(()) } else { print("\n") }
-}
-
-/// Times Muon's step of a block's matrices, prints it and appends it to `cases`. The iteration in
-/// f16 is that in f32.
-fn muon(args: &KernelsArgs, cpu: &Cpu, peaks: &Peaks, dtype: Precision, cases: &mut Vec<Value>) -> Result<()> {
-    for block in Block::all() {
-        let timed = match dtype {
-            Precision::F32 => time_muon::<f32>(cpu, peaks, &block, args.seconds)?,
-            Precision::Bf16 => time_muon::<bf16>(cpu, peaks, &block, args.seconds)?,
-            Precision::F16 => continue,
-        };
-        let (flops, seconds) = (timed.flops as f64, timed.seconds);
-        let share = flops / seconds / timed.peak;
-        let Block { name, shapes } = block;
-        if share > 1.0 {
-            bail!(
-                "muon {name}: {:.1} % of the measured peak, which cannot be; was the machine busy with something else?",
-                100.0 * share
-            );
-        }
-        let dtype = timed.dtype.name();
-        if !args.json {
-            print(format_args!(
-                "muon {:<27} {:<15} {dtype:<4} {:>9.3} ms {:>8.1} GFLOP/s {:>5.1} %\n",
-                format!("{name}, a block"),
-                format!("{} matrices", shapes.len()),
-                1e3 * seconds,
-                flops / seconds / 1e9,
-                100.0 * share
-            ))?;
-        }
-        cases.push(json!({
-            "name": format!("muon {name} {dtype}"),
-            "kind": "muon",
-            "dtype": dtype,
-            "shapes": shapes,
-            "flops": flops,
-            "seconds": seconds,
-            "tflops": flops / seconds / 1e12,
-            "peak_share": share,
-        }));
     }
     if args.json { Ok(()) } else { print("\n") }
 }

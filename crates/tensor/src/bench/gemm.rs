@@ -213,7 +213,7 @@ fn random<T: Element>(mut state: u64) -> impl FnMut(usize) -> Array<T> {
 
 /// The median seconds of `once` and the median of `peak`, sampled in turn, at least three times and
 /// for about `seconds`. One call more goes before.
-pub(super) fn time_in_turn(mut once: impl FnMut(), peak: impl Fn() -> f64, seconds: f64) -> [f64; 2] {
+fn time_in_turn(mut once: impl FnMut(), peak: impl Fn() -> f64, seconds: f64) -> [f64; 2] {
     once();
     let (start, mut times, mut samples) = (Instant::now(), Vec::new(), Vec::new());
     while times.len() < 3 || start.elapsed().as_secs_f64() < seconds {

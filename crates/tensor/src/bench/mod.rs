@@ -6,7 +6,6 @@ pub mod attention;
 pub mod gemm;
 pub mod gpu;
 pub mod memory_bound;
-pub mod muon;
 
 /// Peaks that no kernel reaches.
 #[cfg(test)]

@@ -31,7 +31,7 @@ thread_local! {
 }
 
 /// True if this thread is at work in a region.
-pub(crate) fn inside_region() -> bool {
+pub(super) fn inside_region() -> bool {
     INSIDE_REGION.get()
 }
 

@@ -116,28 +116,3 @@ pub fn adafactor_vector(h: Adafactor, step: u64, p: &mut [f64], g: &[f64], v: &m
     let update: Vec<f64> = g.iter().zip(&*v).map(|(g, v)| g / v.sqrt()).collect();
     adafactor_apply(h, step, p, &update);
 }
-
-/// Muon's Newton-Schulz iteration on a matrix `[rows, columns]` (Jordan et al. 2024); the
-/// Gram matrix is the one of the rows.
-pub fn newton_schulz(g: &[f64], [rows, columns]: [usize; 2], iterations: u32) -> Vec<f64> {
-    let product = |a: &[f64], b: &[f64], n: usize| -> Vec<f64> {
-        let mut out = vec![0.0; rows * n];
-        for (out, a) in out.chunks_exact_mut(n).zip(a.chunks_exact(a.len() / rows)) {
-            for (a, b) in a.iter().zip(b.chunks_exact(n)) {
-                out.iter_mut().zip(b).for_each(|(out, b)| *out += a * b);
-            }
-        }
-        out
-    };
-    let norm = g.iter().map(|g| g * g).sum::<f64>().sqrt().max(1e-7);
-    let mut x: Vec<f64> = g.iter().map(|g| g / norm).collect();
-    for _ in 0..iterations {
-        let turned: Vec<f64> = (0..rows * columns).map(|i| x[i % rows * columns + i / rows]).collect();
-        let gram = product(&x, &turned, rows);
-        let square = product(&gram, &gram, rows);
-        let p: Vec<f64> = gram.iter().zip(&square).map(|(a, aa)| -4.775 * a + 2.0315 * aa).collect();
-        let px = product(&p, &x, columns);
-        x.iter_mut().zip(&px).for_each(|(x, px)| *x = 3.4445 * *x + px);
-    }
-    x
-}
