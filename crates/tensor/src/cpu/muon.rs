@@ -99,7 +99,7 @@ pub struct Matrix<'a, T, W> {
 }
 
 /// Matrices are dealt whole if the last thread then ends at most this many times later than with
-/// all threads equally busy. An estimate, not measured.
+/// all threads equally busy. An estimate.
 const WAIT_MAX: f64 = 1.25;
 
 /// One step for each of `matrices`.
@@ -138,7 +138,7 @@ fn step<W: Element, T: Element>(cpu: &Cpu, matrix: &mut Matrix<'_, T, W>) {
     assert_eq!(copy.as_ref().map_or(len, |copy| copy.len()), len, "length of the compute copy");
     let (x, rest) = workspace.split_at_mut(len);
     {
-        let (x, momentum) = (Shares::new(&mut *x), Shares::new(&mut **momentum));
+        let (x, momentum) = (Shares::new(&mut *x), Shares::new(momentum));
         for_elements(cpu, len, 12 + size_of::<W>(), |range| {
             // SAFETY: the ranges of a region do not overlap.
             let (x, momentum) = unsafe { (x.part(range.clone()), momentum.part(range.clone())) };
@@ -147,7 +147,7 @@ fn step<W: Element, T: Element>(cpu: &Cpu, matrix: &mut Matrix<'_, T, W>) {
     }
     let update = orthogonalise(cpu, [rows, columns], hyper.iterations, x, rest);
     let step = hyper.lr * hyper.scale.factor(rows, columns) * update.factor;
-    let (params, copy) = (Shares::new(&mut **params), copy.map(Shares::new));
+    let (params, copy) = (Shares::new(params), copy.map(Shares::new));
     for_elements(cpu, len, 8 + size_of::<W>() + size_of::<T>(), |range| {
         // SAFETY: the ranges of a region do not overlap.
         let params = unsafe { params.part(range.clone()) };

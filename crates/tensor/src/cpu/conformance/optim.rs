@@ -292,14 +292,17 @@ fn muon_steps() {
                 let mut space = vec![W::default(); muon::workspace(shape[0], shape[1])];
                 for step in 1..=3 {
                     let g = gradient(step, start.len());
-                    let (params, momentum, copy) = (&mut p[..], &mut m[..], Some(&mut copy[..]));
-                    let gradients = &g[..];
-                    let workspace = &mut space[..];
-                    let gradient_scale = SCALE;
-                    muon(
-                        cpu,
-                        &mut [Matrix { hyper, shape, gradient_scale, params, gradients, momentum, copy, workspace }],
-                    );
+                    let matrix = Matrix {
+                        hyper,
+                        shape,
+                        gradient_scale: SCALE,
+                        params: &mut p,
+                        gradients: &g,
+                        momentum: &mut m,
+                        copy: Some(&mut copy),
+                        workspace: &mut space,
+                    };
+                    muon(cpu, &mut [matrix]);
                 }
                 (p, copy)
             }
