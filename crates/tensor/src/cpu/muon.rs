@@ -17,7 +17,7 @@
 //! Both have the same bits.
 
 use crate::cpu::Cpu;
-use crate::cpu::gemm::{MatMut, MatRef, Transpose, gram, matmul_plus};
+use crate::cpu::gemm::{MatMut, MatRef, Transpose, gram, matmul};
 use crate::cpu::reduce::sum_of_squares;
 use crate::cpu::rows::{for_elements, load_at, store_at};
 use crate::cpu::threads::Shares;
@@ -210,13 +210,16 @@ fn orthogonalise<'a, W: Element>(
     let (mut x, mut next) = (x, next);
     for _ in 0..iterations {
         let matrix = MatRef::new(&*x, rows, columns);
-        gram(cpu, matrix, if wide { Transpose::No } else { Transpose::Yes }, factor * factor, None, outer);
+        gram(cpu, matrix, if wide { Transpose::No } else { Transpose::Yes }, factor * factor, 0.0, outer);
         // b A + c A A.
+        polynomial.copy_from_slice(outer);
         let square = MatRef::new(&*outer, short, short);
-        gram(cpu, square, Transpose::No, C, Some((B, square)), polynomial);
+        gram(cpu, square, Transpose::No, C, B, polynomial);
+        next.copy_from_slice(x);
         let polynomial = MatRef::new(&*polynomial, short, short);
         let (left, right) = if wide { (polynomial, matrix) } else { (matrix, polynomial) };
-        matmul_plus(cpu, left, right, factor, (factor * A, matrix), MatMut::new(&mut *next, rows, columns));
+        let out = MatMut::new(&mut *next, rows, columns);
+        matmul(cpu, left, Transpose::No, right, Transpose::No, factor, factor * A, out);
         std::mem::swap(&mut x, &mut next);
         factor = 1.0;
     }

@@ -244,11 +244,10 @@ impl Sink for WeightGradient<'_> {
     }
 }
 
-/// `c = alpha sum + beta s`, `s` being `c` itself if there is no other.
+/// `c = alpha sum + beta c`
 pub(super) struct Scaled<'a, T> {
     pub alpha: f32,
     pub beta: f32,
-    pub s: Option<MatRef<'a, T>>,
     /// True if the result is symmetric: see [`Sink::lower`].
     pub lower: bool,
     pub c: Out<'a, T>,
@@ -268,12 +267,11 @@ impl<T: Element> Sink for Scaled<'_, T> {
         let alpha = s.splat(self.alpha);
         // SAFETY: by contract.
         let c = unsafe { self.c.part(row, col, sums.len()) };
-        let other = self.s.map(|other| &other.row(row)[col..col + sums.len()]);
         for j in (0..sums.len()).step_by(2 * S::LANES) {
             let mut v = load_pair(s, sums, j);
             v = [s.mul(alpha, v[0]), s.mul(alpha, v[1])];
             if self.beta != 0.0 {
-                let (beta, old) = (s.splat(self.beta), load_pair(s, other.unwrap_or(&*c), j));
+                let (beta, old) = (s.splat(self.beta), load_pair(s, c, j));
                 v = [s.fma(beta, old[0], v[0]), s.fma(beta, old[1], v[1])];
             }
             store_pair(s, v, c, j);

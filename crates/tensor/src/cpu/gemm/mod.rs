@@ -7,7 +7,7 @@
 //! | [`input_gradient`] | `dx = (dy w) ⊙ act'(pre)` | output features |
 //! | [`weight_gradient`] | `dw (+)= dyᵀ x`, `db (+)= Σ dy` | tokens |
 //! | [`matmul`], [`matmul_batched`] | `c = α op(a) op(b) + β c` | the shared dimension |
-//! | [`gram`] | `c = α op(a) op(a)ᵀ + β s`, half of it | the shared dimension |
+//! | [`gram`] | `c = α op(a) op(a)ᵀ + β c`, half of it | the shared dimension |
 //! | [`grouped_forward`] and its two backwards | the first three, for groups of rows | as those |
 //!
 //! Weights are `[out, in]`, as in Hugging Face checkpoints. All matrices are row-major with a row
@@ -407,50 +407,22 @@ pub fn matmul<T: Element>(
     };
     assert!(k == kb, "a product of {m} x {k} and {kb} x {n}");
     expect_shape("the result", (c.rows, c.cols), (m, n));
-    driver::product(cpu, (m, n, k), a, b, &Scaled { alpha, beta, s: None, lower: false, c: Out::new(c) });
+    driver::product(cpu, (m, n, k), a, b, &Scaled { alpha, beta, lower: false, c: Out::new(c) });
 }
 
-/// `c = α a b + β s`: `a [M, K]`, `b [K, N]`, `s` and `c` `[M, N]`.
-pub fn matmul_plus<T: Element>(
-    cpu: &Cpu,
-    a: MatRef<T>,
-    b: MatRef<T>,
-    alpha: f32,
-    (beta, s): (f32, MatRef<T>),
-    c: MatMut<T>,
-) {
-    let (m, k, n) = (a.rows, a.cols, b.cols);
-    assert!(k == b.rows, "a product of {m} x {k} and {} x {n}", b.rows);
-    expect_shape("the result", (c.rows, c.cols), (m, n));
-    expect_shape("the matrix added", (s.rows, s.cols), (m, n));
-    let sink = Scaled { alpha, beta, s: Some(s), lower: false, c: Out::new(c) };
-    driver::product(cpu, (m, n, k), Operand::rows(a), Operand::cols(b), &sink);
-}
-
-/// `c = α op(a) op(a)ᵀ + β s` for a symmetric `s`; without it `c = α op(a) op(a)ᵀ`. `c` is
-/// contiguous.
+/// `c = α op(a) op(a)ᵀ + β c` for a symmetric and contiguous `c`; with `β = 0` the old values are not
+/// read.
 ///
 /// The result is symmetric, so tiles above the diagonal are not computed but copied from below it:
 /// an element there is the same chain with the factors of each product exchanged, so it has the same
 /// bits. (Tiles of AMX compute all of it.)
-pub fn gram<T: Element>(
-    cpu: &Cpu,
-    a: MatRef<T>,
-    transpose: Transpose,
-    alpha: f32,
-    plus: Option<(f32, MatRef<T>)>,
-    c: &mut [T],
-) {
-    let (n, k, operand) = match transpose {
-        Transpose::No => (a.rows, a.cols, Operand::rows(a)),
-        Transpose::Yes => (a.cols, a.rows, Operand::cols(a)),
+pub fn gram<T: Element>(cpu: &Cpu, a: MatRef<T>, transpose: Transpose, alpha: f32, beta: f32, c: &mut [T]) {
+    let (n, k, left, right) = match transpose {
+        Transpose::No => (a.rows, a.cols, Operand::rows(a), Operand::rows(a)),
+        Transpose::Yes => (a.cols, a.rows, Operand::cols(a), Operand::cols(a)),
     };
-    if let Some((_, s)) = plus {
-        expect_shape("the matrix added", (s.rows, s.cols), (n, n));
-    }
-    let (beta, s) = plus.map_or((0.0, None), |(beta, s)| (beta, Some(s)));
-    let sink = Scaled { alpha, beta, s, lower: true, c: Out::new(MatMut::new(c, n, n)) };
-    driver::product(cpu, (n, n, k), operand, operand, &sink);
+    let sink = Scaled { alpha, beta, lower: true, c: Out::new(MatMut::new(c, n, n)) };
+    driver::product(cpu, (n, n, k), left, right, &sink);
     mirror(cpu, n, c);
 }
 
