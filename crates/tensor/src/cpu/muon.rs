@@ -4,9 +4,9 @@
 //! Newton-Schulz steps `X <- a X + (b A + c A²) X`, `A = X Xᵀ`, with coefficients chosen to lift
 //! small singular values fast rather than to converge. The Gram matrix is taken on the shorter
 //! side, so that `A` is small; no matrix is transposed in memory. `A` and `A²` are symmetric, and
-//! half of each is computed: five steps of a matrix `[r, c]`, `r <= c`, take `5 (3 r² c + r³)` FLOPs
-//! instead of `5 (4 r² c + 2 r³)`, in the dtype of the workspace: `bf16` is what the authors use,
-//! `f32` is exact enough for tests.
+//! half of each is computed: five steps of a matrix `[r, c]`, `r <= c`, take `5 (3 r² c + r³)`
+//! FLOPs instead of `5 (4 r² c + 2 r³)`, in the dtype of the workspace: `bf16` is what the authors
+//! use, `f32` is exact enough for tests.
 //!
 //! The norm that the iteration starts from divides nothing: it enters the first products as a
 //! factor, so it costs no rounding.

@@ -372,8 +372,8 @@ impl MuonUpdate<'_> {
 /// a block of width 512, whose matrices then go to threads whole.
 const MUON_BATCH_BYTES: usize = 16 << 20;
 
-/// A Muon step of each matrix, all of one device and dtype. The iteration runs in bf16 where forward
-/// does, else in f32.
+/// A Muon step of each matrix, all of one device and dtype. The iteration runs in bf16 where
+/// forward does, else in f32.
 ///
 /// # Errors
 /// Operands that do not fit, and those of the device.

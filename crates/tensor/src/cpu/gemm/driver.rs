@@ -319,7 +319,7 @@ pub(super) fn run<T: Factor, S: Sink>(rung: Rung, cpu: &Cpu, products: &[Product
     let threads = threads_each(cpu, count);
     let (mut total, mut cuts) = (0, Vec::with_capacity(count));
     for product in products.iter().filter(present) {
-        // Tasks that touch a triangle are of unequal size: twice as many, the longest first, balance.
+        // Tasks of a triangle are of unequal size: twice as many, the longest first, balance.
         let threads = if product.sink.lower() && threads > 1 { 2 * threads } else { threads };
         let cut = Cut::new(rung, product.shape, threads);
         total += cut.row_tasks * cut.col_tasks;

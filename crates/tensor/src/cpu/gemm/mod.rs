@@ -410,12 +410,12 @@ pub fn matmul<T: Element>(
     driver::product(cpu, (m, n, k), a, b, &Scaled { alpha, beta, lower: false, c: Out::new(c) });
 }
 
-/// `c = α op(a) op(a)ᵀ + β c` for a symmetric and contiguous `c`; with `β = 0` the old values are not
-/// read.
+/// `c = α op(a) op(a)ᵀ + β c` for a symmetric and contiguous `c`; with `β = 0` the old values are
+/// not read.
 ///
 /// The result is symmetric, so tiles above the diagonal are not computed but copied from below it:
-/// an element there is the same chain with the factors of each product exchanged, so it has the same
-/// bits. (Tiles of AMX compute all of it.)
+/// an element there is the same chain with the factors of each product exchanged, so it has the
+/// same bits. (Tiles of AMX compute all of it.)
 pub fn gram<T: Element>(cpu: &Cpu, a: MatRef<T>, transpose: Transpose, alpha: f32, beta: f32, c: &mut [T]) {
     let (n, k, left, right) = match transpose {
         Transpose::No => (a.rows, a.cols, Operand::rows(a), Operand::rows(a)),
