@@ -5,9 +5,9 @@
 //! - Element-wise rules (AdamW, SGD, Lion) run over the longest ranges that share a [`Group`],
 //!   cut to the part that the rank holds. Gaps between parameters are included: they are zero and
 //!   stay zero.
-//! - Whole-matrix rules (Muon, Adafactor, LAMB) run matrix by matrix and need all of it. A
-//!   parameter that fuses several matrices (queries, keys and values; gate and up) is updated as
-//!   the separate matrices of weight files.
+//! - Whole-matrix rules (Muon, Adafactor, LAMB) need all of each matrix. Muon takes those of a
+//!   chunk together, the others one by one. A parameter that fuses several matrices (queries, keys
+//!   and values; gate and up) is updated as the separate matrices of weight files.
 //!
 //! Norms and biases have no weight decay.
 //!
@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex};
 use trainyard_model::{Model, ParameterSpec, UnitLayout};
 use trainyard_program::chunk_elements;
 use trainyard_tensor::ops::optim::{
-    self, Adafactor, AdamW, Decay, Lion, MuonScale as Scale, OptimizerOperands, Sgd, StepSize,
+    self, Adafactor, AdamW, Decay, Lion, Muon, MuonScale as Scale, MuonUpdate, OptimizerOperands, Sgd, StepSize,
 };
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
@@ -138,6 +138,20 @@ struct Piece {
     member: Option<Member>,
 }
 
+/// Views of a piece's elements: masters, gradients, and the compute copy if it is apart.
+struct Operands {
+    master: Tensor,
+    gradient: Tensor,
+    copy: Option<Tensor>,
+}
+
+impl Operands {
+    fn of(&mut self, rates: Rates) -> OptimizerOperands<'_> {
+        let Operands { master, gradient, copy } = self;
+        OptimizerOperands { master, gradient, gradient_scale: rates.gradient_scale, copy: copy.as_mut() }
+    }
+}
+
 /// One of the tensors that a parameter fuses, updated by itself.
 #[derive(Clone, PartialEq)]
 struct Member {
@@ -156,8 +170,6 @@ enum State {
     Moments(Tensor, Tensor),
     /// SGD, Lion: momentum, or nothing.
     Momentum(Option<Tensor>),
-    /// Muon: momentum of a matrix [rows, columns].
-    Muon(Tensor, [usize; 2]),
     /// Adafactor of a matrix: row and column moment.
     Factored(Tensor, Tensor),
     /// Adafactor of anything else.
@@ -380,25 +392,31 @@ impl Optimizer {
         };
         let penalty =
             self.consolidate((unit, chunk), &staged, parameters, gradients, gradient, rates.gradient_scale)?;
+        let state = staged.state.as_ref();
+        let mut matrices = Vec::new();
         for piece in &chunk.pieces {
             let within = piece.range.start - chunk.range.start;
-            let mut master = match &staged.masters {
+            let master = match &staged.masters {
                 Some(masters) => masters.view(within, [piece.range.len()])?,
                 None => parameters.unit(unit).master_range(piece.range.clone())?,
             };
             let gradient = gradient(within..within + piece.range.len())?;
-            let mut copy = match &visit {
+            let copy = match &visit {
                 Some(visit) => visit.part(within, piece.range.len())?.1,
                 None => parameters.unit(unit).copy_range(piece.range.clone())?,
             };
-            let operands = OptimizerOperands {
-                master: &mut master,
-                gradient: &gradient,
-                gradient_scale: rates.gradient_scale,
-                copy: copy.as_mut(),
-            };
-            piece.update(settings, rates, operands, staged.state.as_ref())?;
+            let mut operands = Operands { master, gradient, copy };
+            match piece.rule {
+                Rule::Muon(shape) => matrices.push((piece, shape, operands, piece.state_tensor(0, state)?)),
+                _ => piece.update(settings, rates, operands.of(rates), state)?,
+            }
         }
+        let mut together = Vec::with_capacity(matrices.len());
+        for (piece, shape, operands, momentum) in &mut matrices {
+            let hyper = piece.muon(settings, rates);
+            together.push(MuonUpdate { hyper, shape: *shape, operands: operands.of(rates), momentum });
+        }
+        optim::muon(&mut together)?;
         let sparsity = self.constrain(unit, chunk, &staged, parameters, zeros)?;
         if let Some(share) = rates.average {
             self.average(unit, chunk, &staged, parameters, share)?;
@@ -651,22 +669,40 @@ fn chunks(
 }
 
 impl Piece {
+    /// A view of one of its state tensors in the chunk's state.
+    fn state_tensor(&self, number: usize, chunk: Option<&Tensor>) -> Result<Tensor> {
+        let slot = &self.slots[number];
+        Ok(chunk.expect("a rule with state finds some").view(slot.start, [slot.len()])?)
+    }
+
     /// Views of its state tensors in the chunk's state.
     fn state(&self, chunk: Option<&Tensor>) -> Result<State> {
-        let view = |number: usize| {
-            let slot = &self.slots[number];
-            let state = chunk.expect("a rule with state finds some");
-            Ok::<_, crate::EngineError>(state.view(slot.start, [slot.len()])?)
-        };
+        let view = |number: usize| self.state_tensor(number, chunk);
         Ok(match self.rule {
             Rule::Moments => State::Moments(view(0)?, view(1)?),
             Rule::Lamb(_) => State::Lamb(view(0)?, view(1)?),
             Rule::Momentum => State::Momentum((!self.slots.is_empty()).then(|| view(0)).transpose()?),
-            Rule::Muon(shape) => State::Muon(view(0)?, shape),
             Rule::Factored(_) => State::Factored(view(0)?, view(1)?),
             Rule::Second => State::Second(view(0)?),
             Rule::Balance(_) => State::Momentum(None),
+            Rule::Muon(_) => unreachable!("matrices of Muon are updated together"),
         })
+    }
+
+    /// Muon's settings for one update.
+    fn muon(&self, settings: &OptimizerSettings, rates: Rates) -> Muon {
+        let scale = match settings.muon_scale {
+            MuonScale::Original => Scale::Original,
+            MuonScale::MatchRmsAdamw => Scale::MatchRmsAdamW,
+        };
+        Muon {
+            lr: self.group.rate(settings.matrix_learning_rate * rates.factor),
+            momentum: settings.momentum as f32,
+            nesterov: settings.nesterov,
+            weight_decay: self.group.weight_decay(settings.weight_decay),
+            iterations: settings.newton_schulz_steps as u32,
+            scale,
+        }
     }
 
     fn update(
@@ -694,21 +730,6 @@ impl Piece {
                 let (nesterov, decay) = (settings.nesterov, Decay::Decoupled);
                 let hyper = Sgd { lr, momentum: settings.momentum as f32, nesterov, weight_decay, decay };
                 optim::sgd(hyper, operands, momentum.as_mut())?;
-            }
-            State::Muon(momentum, shape) => {
-                let scale = match settings.muon_scale {
-                    MuonScale::Original => Scale::Original,
-                    MuonScale::MatchRmsAdamw => Scale::MatchRmsAdamW,
-                };
-                let hyper = optim::Muon {
-                    lr: self.group.rate(settings.matrix_learning_rate * rates.factor),
-                    momentum: settings.momentum as f32,
-                    nesterov: settings.nesterov,
-                    weight_decay,
-                    iterations: settings.newton_schulz_steps as u32,
-                    scale,
-                };
-                optim::muon(hyper, *shape, operands, momentum)?;
             }
             State::Factored(rows, columns) => {
                 optim::adafactor_matrix(adafactor(settings, lr, weight_decay), rates.update, operands, rows, columns)?;

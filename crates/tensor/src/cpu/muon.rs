@@ -3,15 +3,21 @@
 //! The update of a weight matrix is its averaged gradient, made nearly orthogonal by five
 //! Newton-Schulz steps `X <- a X + (b A + c A²) X`, `A = X Xᵀ`, with coefficients chosen to lift
 //! small singular values fast rather than to converge. The Gram matrix is taken on the shorter
-//! side, so that `A` is small; no matrix is transposed in memory. Five steps of a matrix `[r, c]`,
-//! `r <= c`, take `5 (4 r² c + 2 r³)` FLOPs, in the dtype of the workspace: `bf16` is what the
-//! authors use, `f32` is exact enough for tests.
+//! side, so that `A` is small; no matrix is transposed in memory. `A` and `A²` are symmetric, and
+//! half of each is computed: five steps of a matrix `[r, c]`, `r <= c`, take `5 (3 r² c + r³)`
+//! FLOPs instead of `5 (4 r² c + 2 r³)`, in the dtype of the workspace: `bf16` is what the authors
+//! use, `f32` is exact enough for tests.
 //!
 //! The norm that the iteration starts from divides nothing: it enters the first products as a
 //! factor, so it costs no rounding.
+//!
+//! A product of a few hundred rows is too short for several threads: they pack the same operands
+//! and wait for each other 15 times a matrix. So the matrices of a pass are dealt to the threads
+//! whole where that balances, the largest first; else each is on all threads, one after the other.
+//! Both have the same bits.
 
 use crate::cpu::Cpu;
-use crate::cpu::gemm::{MatMut, MatRef, Transpose, matmul};
+use crate::cpu::gemm::{MatMut, MatRef, Transpose, gram, matmul};
 use crate::cpu::reduce::sum_of_squares;
 use crate::cpu::rows::{for_elements, load_at, store_at};
 use crate::cpu::threads::Shares;
@@ -66,22 +72,67 @@ pub fn workspace(rows: usize, columns: usize) -> usize {
     2 * rows * columns + 2 * rows.min(columns).pow(2)
 }
 
-/// One step for a weight matrix `[rows, columns]`; `W` is the dtype of the iteration, `workspace`
-/// needs [`workspace()`] elements.
+/// FLOPs of `iterations` Newton-Schulz steps of a matrix `[rows, columns]`.
+pub fn flops([rows, columns]: [usize; 2], iterations: u32) -> u64 {
+    let (short, long) = (rows.min(columns) as u64, rows.max(columns) as u64);
+    u64::from(iterations) * (3 * short * short * long + short.pow(3))
+}
+
+/// A weight matrix and its step.
+pub struct Matrix<'a, T, W> {
+    /// Settings of the step.
+    pub hyper: Muon,
+    /// Rows and columns.
+    pub shape: [usize; 2],
+    /// Multiplies the gradient as it is read.
+    pub gradient_scale: f32,
+    /// Updated.
+    pub params: &'a mut [f32],
+    /// Read.
+    pub gradients: &'a [f32],
+    /// Updated.
+    pub momentum: &'a mut [f32],
+    /// Receives the new weights.
+    pub copy: Option<&'a mut [T]>,
+    /// At least [`workspace()`] elements, in the dtype of the iteration.
+    pub workspace: &'a mut [W],
+}
+
+/// Matrices are dealt whole if the last thread then ends at most this many times later than with
+/// all threads equally busy. An estimate.
+const WAIT_MAX: f64 = 1.25;
+
+/// One step for each of `matrices`.
 ///
 /// # Panics
 /// When the lengths disagree.
-pub fn muon<W: Element, T: Element>(
-    cpu: &Cpu,
-    hyper: Muon,
-    [rows, columns]: [usize; 2],
-    gradient_scale: f32,
-    params: &mut [f32],
-    gradients: &[f32],
-    momentum: &mut [f32],
-    copy: Option<&mut [T]>,
-    workspace: &mut [W],
-) {
+pub fn muon<W: Element, T: Element>(cpu: &Cpu, matrices: &mut [Matrix<'_, T, W>]) {
+    let flops = |matrix: &Matrix<'_, T, W>| flops(matrix.shape, matrix.hyper.iterations);
+    matrices.sort_by_key(|matrix| std::cmp::Reverse(flops(matrix)));
+    let lengths: Vec<u64> = matrices.iter().map(flops).collect();
+    if whole(&lengths, cpu.threads.hands()) {
+        let (count, shares) = (matrices.len(), Shares::new(matrices));
+        // SAFETY: each task has a matrix of its own.
+        cpu.threads.for_each(count, |index| step(cpu, unsafe { &mut shares.part(index..index + 1)[0] }));
+    } else {
+        matrices.iter_mut().for_each(|matrix| step(cpu, matrix));
+    }
+}
+
+/// True if tasks of these lengths, longest first, are dealt whole to so many threads.
+fn whole(lengths: &[u64], threads: usize) -> bool {
+    let mut busy = vec![0; threads];
+    for length in lengths {
+        *busy.iter_mut().min().expect("there is a thread") += length;
+    }
+    let last = busy.iter().max().expect("there is a thread");
+    *last as f64 * threads as f64 <= WAIT_MAX * lengths.iter().sum::<u64>() as f64
+}
+
+fn step<W: Element, T: Element>(cpu: &Cpu, matrix: &mut Matrix<'_, T, W>) {
+    let Matrix { hyper, shape: [rows, columns], gradient_scale, .. } = *matrix;
+    let Matrix { params, gradients, momentum, copy, workspace, .. } = matrix;
+    let (gradients, copy) = (*gradients, copy.as_deref_mut());
     let len = rows * columns;
     assert_eq!((params.len(), gradients.len(), momentum.len()), (len, len, len), "a matrix of {rows} x {columns}");
     assert_eq!(copy.as_ref().map_or(len, |copy| copy.len()), len, "length of the compute copy");
@@ -151,21 +202,19 @@ fn orthogonalise<'a, W: Element>(
     x: &'a mut [W],
     rest: &'a mut [W],
 ) -> Scaled<'a, W> {
-    let short = rows.min(columns);
+    let (wide, short) = (rows <= columns, rows.min(columns));
     let (next, rest) = rest.split_at_mut(rows * columns);
-    let (gram, rest) = rest.split_at_mut(short * short);
+    let (outer, rest) = rest.split_at_mut(short * short);
     let polynomial = &mut rest[..short * short];
     let mut factor = (1.0 / sum_of_squares(cpu, x).sqrt().max(LEAST_NORM)) as f32;
     let (mut x, mut next) = (x, next);
     for _ in 0..iterations {
-        let wide = rows <= columns;
-        let (left, right) = if wide { (Transpose::No, Transpose::Yes) } else { (Transpose::Yes, Transpose::No) };
         let matrix = MatRef::new(&*x, rows, columns);
-        matmul(cpu, matrix, left, matrix, right, factor * factor, 0.0, MatMut::new(&mut *gram, short, short));
-        // b A + c A A, A being symmetric.
-        polynomial.copy_from_slice(gram);
-        let square = MatRef::new(&*gram, short, short);
-        matmul(cpu, square, Transpose::No, square, Transpose::No, C, B, MatMut::new(&mut *polynomial, short, short));
+        gram(cpu, matrix, if wide { Transpose::No } else { Transpose::Yes }, factor * factor, 0.0, outer);
+        // b A + c A A.
+        polynomial.copy_from_slice(outer);
+        let square = MatRef::new(&*outer, short, short);
+        gram(cpu, square, Transpose::No, C, B, polynomial);
         next.copy_from_slice(x);
         let polynomial = MatRef::new(&*polynomial, short, short);
         let (left, right) = if wide { (polynomial, matrix) } else { (matrix, polynomial) };

@@ -339,32 +339,112 @@ impl ChunkSums {
     }
 }
 
-/// One Muon step of a matrix [rows, columns]. The iteration runs in bf16 where forward does, else
-/// in f32.
-pub fn muon(hyper: Muon, shape: [usize; 2], operands: OptimizerOperands<'_>, momentum: &mut Tensor) -> Result<()> {
+/// A Muon step of a matrix.
+pub struct MuonUpdate<'a> {
+    /// Settings of the step.
+    pub hyper: Muon,
+    /// Rows and columns.
+    pub shape: [usize; 2],
+    /// Its weights and gradient.
+    pub operands: OptimizerOperands<'a>,
+    /// Its averaged gradient, updated.
+    pub momentum: &'a mut Tensor,
+}
+
+impl MuonUpdate<'_> {
+    /// The dtype of the compute copy, or of the masters where forward reads those.
+    fn compute(&self) -> DType {
+        self.operands.copy.as_ref().map_or(DType::F32, |copy| copy.dtype())
+    }
+
+    /// The dtype of the iteration.
+    fn dtype(&self) -> DType {
+        if self.compute() == DType::BF16 { DType::BF16 } else { DType::F32 }
+    }
+
+    /// Elements of workspace on the CPU.
+    fn workspace(&self) -> usize {
+        crate::cpu::muon::workspace(self.shape[0], self.shape[1])
+    }
+}
+
+/// The most workspace of matrices that the CPU updates together; a larger matrix is alone. It holds
+/// a block of width 512, whose matrices then go to threads whole.
+const MUON_BATCH_BYTES: usize = 16 << 20;
+
+/// A Muon step of each matrix, all of one device and dtype. The iteration runs in bf16 where
+/// forward does, else in f32.
+///
+/// # Errors
+/// Operands that do not fit, and those of the device.
+pub fn muon(updates: &mut [MuonUpdate<'_>]) -> Result<()> {
+    let Some(first) = updates.first() else { return Ok(()) };
+    if first.operands.gradient.device().computes() == Computes::Cuda {
+        return updates.iter_mut().try_for_each(muon_on_cuda);
+    }
+    let compute = first.compute();
+    let mut rest = updates;
+    while !rest.is_empty() {
+        let mut bytes = 0;
+        let fits = |update: &&MuonUpdate<'_>| {
+            bytes += update.workspace() * update.dtype().size();
+            bytes <= MUON_BATCH_BYTES
+        };
+        let count = rest.iter().take_while(fits).count().max(1);
+        let (batch, after) = rest.split_at_mut(count);
+        match compute {
+            DType::BF16 => muon_batch::<bf16, bf16>(batch)?,
+            DType::F16 => muon_batch::<f32, f16>(batch)?,
+            _ => muon_batch::<f32, f32>(batch)?,
+        }
+        rest = after;
+    }
+    Ok(())
+}
+
+/// A step of each of `updates` on the CPU, in the dtype `W`, with copies in `T`.
+fn muon_batch<W: Element, T: Element>(updates: &mut [MuonUpdate<'_>]) -> Result<()> {
     const OP: &str = "muon";
-    let [rows, columns] = shape;
+    let device = updates[0].operands.gradient.device().clone();
+    let (mut cost, mut elements) = (Cost::default(), 0);
+    let mut scratch = Vec::with_capacity(updates.len());
+    for update in &*updates {
+        cost += update.operands.check(OP, &[&*update.momentum])?;
+        cost.flops += crate::cpu::muon::flops(update.shape, update.hyper.iterations);
+        elements += update.operands.gradient.elements();
+        scratch.push(device.empty([update.workspace()], W::DTYPE, crate::Purpose::Workspace)?);
+    }
+    device.launch(OP, cost.on(T::DTYPE, [elements]), |cpu| {
+        let mut matrices = Vec::with_capacity(updates.len());
+        for (update, scratch) in updates.iter_mut().zip(&mut scratch) {
+            matrices.push(crate::cpu::muon::Matrix {
+                hyper: update.hyper,
+                shape: update.shape,
+                gradient_scale: update.operands.gradient_scale,
+                params: update.operands.master.get_mut::<f32>(),
+                gradients: update.operands.gradient.get::<f32>(),
+                momentum: update.momentum.get_mut::<f32>(),
+                copy: update.operands.copy.as_mut().map(|copy| copy.get_mut::<T>()),
+                workspace: scratch.get_mut::<W>(),
+            });
+        }
+        crate::cpu::muon::muon(cpu, &mut matrices);
+        Ok(())
+    })
+}
+
+fn muon_on_cuda(update: &mut MuonUpdate<'_>) -> Result<()> {
+    const OP: &str = "muon";
+    let (dtype, compute) = (update.dtype(), update.compute());
+    let MuonUpdate { hyper, shape, operands, momentum } = update;
     let mut cost = operands.check(OP, &[momentum])?;
     // Each iteration: X Xᵀ and its square on the short side, then a product with X.
-    let (short, long) = (rows.min(columns), rows.max(columns));
+    let (short, long) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
     cost.flops += u64::from(hyper.iterations) * (4 * short * short * long + 2 * short.pow(3)) as u64;
-    let dtype = if operands.copy.as_ref().is_some_and(|c| c.dtype() == DType::BF16) { DType::BF16 } else { DType::F32 };
     let device = operands.gradient.device();
-    let on_cuda = device.computes() == Computes::Cuda;
-    let matrices = on_cuda.then(|| cuda::MuonScratch::new(device, shape, dtype)).transpose()?;
-    let elements = if on_cuda { 0 } else { crate::cpu::muon::workspace(rows, columns) };
-    let mut scratch = device.empty([elements], dtype, crate::Purpose::Workspace)?;
-    let scale = operands.gradient_scale;
-    with_copy!(OP, operands, cost, cuda: |gpu| {
-        cuda::muon(gpu, hyper, shape, &operands, momentum, matrices.as_ref().expect("made on cuda"))
-    }, cpu: |cpu, master, gradient, copy| {
-        let momentum = momentum.get_mut::<f32>();
-        if dtype == DType::BF16 {
-            let scratch = scratch.get_mut::<bf16>();
-            crate::cpu::muon::muon(cpu, hyper, shape, scale, master, gradient, momentum, copy, scratch)
-        } else {
-            let scratch = scratch.get_mut::<f32>();
-            crate::cpu::muon::muon(cpu, hyper, shape, scale, master, gradient, momentum, copy, scratch)
-        }
+    let scratch = cuda::MuonScratch::new(device, *shape, dtype)?;
+    device.launch_on(OP, cost.on(compute, [operands.gradient.elements()]), |on| match on {
+        On::Cpu(_) => unreachable!("a GPU's matrix"),
+        On::Cuda(gpu) => cuda::muon(gpu, *hyper, *shape, operands, momentum, &scratch),
     })
 }

@@ -22,7 +22,9 @@ use trainyard_tensor::cpu::philox::RandomKey;
 use trainyard_tensor::cpu::plain::mask::{Logic, Side};
 use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable, Rotation};
 use trainyard_tensor::cuda::{AttentionForm, Cuda};
-use trainyard_tensor::ops::optim::{Adafactor, AdamW, Decay, Lion, Muon, MuonScale, OptimizerOperands, Sgd, StepSize};
+use trainyard_tensor::ops::optim::{
+    Adafactor, AdamW, Decay, Lion, Muon, MuonScale, MuonUpdate, OptimizerOperands, Sgd, StepSize,
+};
 use trainyard_tensor::ops::plain::{self, Dims, Reduction};
 use trainyard_tensor::ops::{self, HeadLayout, Segments, TablePart, experts};
 use trainyard_tensor::{Computes, Cost, DType, Device, Purpose, Result, Tensor, TensorError};
@@ -415,7 +417,7 @@ fn steps_of_whole_matrices_are_those_of_the_cpu() {
                     let copy = copies.then_some(&mut copy);
                     let operands =
                         OptimizerOperands { master: &mut master, gradient: &gradient, gradient_scale: 0.5, copy };
-                    ops::optim::muon(hyper, shape, operands, &mut momentum)?;
+                    ops::optim::muon(&mut [MuonUpdate { hyper, shape, operands, momentum: &mut momentum }])?;
                 }
                 all.extend([master, momentum, copy]);
             }

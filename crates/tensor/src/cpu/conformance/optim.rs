@@ -5,7 +5,7 @@
 //! relative error of the moments stays what it is.
 
 use super::{ULP, close, dtypes, on_every_cpu, values, wide};
-use crate::cpu::muon::{self, Muon, MuonScale, muon};
+use crate::cpu::muon::{self, Matrix, Muon, MuonScale, muon};
 use crate::cpu::optim::*;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::{Element, bf16};
@@ -292,7 +292,17 @@ fn muon_steps() {
                 let mut space = vec![W::default(); muon::workspace(shape[0], shape[1])];
                 for step in 1..=3 {
                     let g = gradient(step, start.len());
-                    muon(cpu, hyper, shape, SCALE, &mut p, &g, &mut m, Some(&mut copy), &mut space);
+                    let matrix = Matrix {
+                        hyper,
+                        shape,
+                        gradient_scale: SCALE,
+                        params: &mut p,
+                        gradients: &g,
+                        momentum: &mut m,
+                        copy: Some(&mut copy),
+                        workspace: &mut space,
+                    };
+                    muon(cpu, &mut [matrix]);
                 }
                 (p, copy)
             }
@@ -329,6 +339,50 @@ fn muon_steps() {
                 // fraction of its size.
                 close(isa, "muon bf16", &p, &want, 3.0 * 0.02 * 1.3 * 0.15);
             }
+        }
+    }
+}
+
+/// Matrices that go to threads whole, and matrices that are each on all threads, end with the bits
+/// that each has alone on one thread.
+#[test]
+fn muon_of_several_matrices_has_the_bits_of_each_alone() {
+    let block: &[[usize; 2]] = &[[40, 40], [40, 40], [96, 40], [40, 96], [40, 40], [7, 3]];
+    for (shapes, isa) in [block, &[[150, 70], [3, 9]]]
+        .into_iter()
+        .flat_map(|shapes| Isa::tested(Isa::Avx512Bf16).map(move |isa| (shapes, isa)))
+    {
+        let of = |threads: usize, shapes: &[[usize; 2]], first: usize| {
+            let cpu = Cpu::new(isa, threads);
+            let len = |shape: &[usize; 2]| shape[0] * shape[1];
+            let mut params: Vec<_> = shapes.iter().zip(first..).map(|(s, n)| values::<f32>(n as u64, len(s))).collect();
+            let gradients: Vec<_> = shapes.iter().zip(first..).map(|(s, n)| gradient(n as u64, len(s))).collect();
+            let mut momentum: Vec<_> = shapes.iter().map(|shape| vec![0.0; len(shape)]).collect();
+            let mut scratch: Vec<_> =
+                shapes.iter().map(|[rows, columns]| vec![bf16::default(); muon::workspace(*rows, *columns)]).collect();
+            let hyper = Muon {
+                lr: 0.02,
+                momentum: 0.95,
+                nesterov: true,
+                weight_decay: 0.1,
+                scale: MuonScale::Original,
+                iterations: 5,
+            };
+            let mut matrices = Vec::new();
+            let parts = params.iter_mut().zip(&gradients).zip(&mut momentum).zip(&mut scratch).zip(shapes);
+            for ((((params, gradients), momentum), workspace), shape) in parts {
+                let (copy, gradient_scale, shape) = (None::<&mut [f32]>, SCALE, *shape);
+                matrices.push(Matrix { hyper, shape, gradient_scale, params, gradients, momentum, copy, workspace });
+            }
+            muon(&cpu, &mut matrices);
+            (params, momentum)
+        };
+        let alone: (Vec<_>, Vec<_>) = (0..shapes.len())
+            .map(|index| of(1, &shapes[index..=index], index))
+            .map(|(mut params, mut momentum)| (params.remove(0), momentum.remove(0)))
+            .unzip();
+        for threads in 1..=4 {
+            assert!(of(threads, shapes, 0) == alone, "{isa}: {shapes:?} on {threads} threads");
         }
     }
 }

@@ -39,6 +39,7 @@ use super::epilogue::{Sink, finish};
 use super::pack::{self, Factor};
 use super::workspace::{HUGE_PAGE, WORKSPACE, Workspace};
 use crate::cpu::isa::{has_amx_int8, has_vnni, pairs_are_fast};
+use crate::cpu::threads::inside_region;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::DType;
 #[cfg(test)]
@@ -299,9 +300,9 @@ pub(super) fn rung(cpu: &Cpu, dtype: DType) -> Rung {
 }
 
 /// The threads for which each of `count` products is cut. Many products are balanced by dealing
-/// them out whole.
+/// them out whole; inside a region the caller is alone.
 pub(super) fn threads_each(cpu: &Cpu, count: usize) -> usize {
-    if count < 4 * cpu.threads.hands() { cpu.threads.hands() } else { 1 }
+    if count < 4 * cpu.threads.hands() && !inside_region() { cpu.threads.hands() } else { 1 }
 }
 
 /// [`products`] with a given register kernel.
@@ -318,6 +319,8 @@ pub(super) fn run<T: Factor, S: Sink>(rung: Rung, cpu: &Cpu, products: &[Product
     let threads = threads_each(cpu, count);
     let (mut total, mut cuts) = (0, Vec::with_capacity(count));
     for product in products.iter().filter(present) {
+        // Tasks of a triangle are of unequal size: twice as many, the longest first, balance.
+        let threads = if product.sink.lower() && threads > 1 { 2 * threads } else { threads };
         let cut = Cut::new(rung, product.shape, threads);
         total += cut.row_tasks * cut.col_tasks;
         cuts.push((product, cut, total));
@@ -327,13 +330,25 @@ pub(super) fn run<T: Factor, S: Sink>(rung: Rung, cpu: &Cpu, products: &[Product
         let (product, cut, end) = &cuts[number];
         let task = task + cut.row_tasks * cut.col_tasks - end;
         let Product { shape: (m, n, k), left, right, sink } = **product;
-        let row = task % cut.row_tasks * cut.task_rows;
-        let col = task / cut.row_tasks * cut.task_cols;
+        let (mut row, col) = (task % cut.row_tasks * cut.task_rows, task / cut.row_tasks * cut.task_cols);
+        if sink.lower() {
+            row = (cut.row_tasks - 1 - task % cut.row_tasks) * cut.task_rows;
+        }
+        let rows = cut.task_rows.min(m - row);
+        let cols = wanted_columns(sink, row + rows, col, cut.task_cols.min(n - col));
+        if cols == 0 {
+            return;
+        }
         let mut workspace = WORKSPACE.take();
-        let part = Part { row, rows: cut.task_rows.min(m - row), col, cols: cut.task_cols.min(n - col), k };
+        let part = Part { row, rows, col, cols, k };
         run_task(rung, cpu.isa, cut, part, left, right, sink, &mut workspace);
         WORKSPACE.set(workspace);
     });
+}
+
+/// Of `cols` columns from `col` on, those that rows before `end` need.
+fn wanted_columns<S: Sink>(sink: &S, end: usize, col: usize, cols: usize) -> usize {
+    if sink.lower() { end.saturating_sub(col).min(cols) } else { cols }
 }
 
 /// A task's part of the result, and the length of the sums.
@@ -387,28 +402,32 @@ fn run_task<T: Factor, S: Sink>(
                 // SAFETY: `a` has room for a group's rows of a block; the operand holds the part.
                 unsafe { pack::left(rung, &left, part.row + row, rows, k, depth, a) };
             }
+            let cols = wanted_columns(sink, part.row + row + rows, part.col, part.cols);
+            if cols == 0 {
+                continue;
+            }
             // SAFETY: inside `a` and `c` by their sizes.
             let (a, c) =
                 unsafe { (a.add(in_group * A_STRIDE), c.add(if cut.blocks == 1 { 0 } else { row * c_stride })) };
             if block == 0 && sink.seeded() {
                 for i in 0..rows {
                     // SAFETY: row `i` of the panel's sums.
-                    let sums = unsafe { std::slice::from_raw_parts_mut(c.add(i * c_stride), part.cols) };
+                    let sums = unsafe { std::slice::from_raw_parts_mut(c.add(i * c_stride), cols) };
                     sink.seed(part.row + row + i, part.col, sums);
                 }
             }
             let add = block > 0 || sink.seeded();
             let group = |number: usize| part.row + (row - in_group + number * group_rows).min(part.rows);
             let next = Ahead::part(&left, group(1)..group(2), k..k + depth, in_group / mr, group_rows / mr);
-            let tiles = Tiles { words, a, b, panel, c, c_stride, columns: padded_cols, add, next };
+            let tiles = Tiles { words, a, b, panel, c, c_stride, columns: cols.next_multiple_of(nr), add, next };
             // SAFETY: the parts have the sizes that the kernels expect, and `rung` is one of this
             // CPU's.
             unsafe { run_panel(rung, rows, &tiles) };
             if block + 1 == cut.blocks {
                 // SAFETY: the panel's sums, and tasks own disjoint parts of the result.
                 unsafe {
-                    let sums = std::slice::from_raw_parts(c, (rows - 1) * c_stride + part.cols);
-                    let sums = MatRef::with_stride(sums, rows, part.cols, c_stride);
+                    let sums = std::slice::from_raw_parts(c, (rows - 1) * c_stride + cols);
+                    let sums = MatRef::with_stride(sums, rows, cols, c_stride);
                     finish(isa, sink, part.row + row, part.col, sums);
                 }
             }

@@ -29,6 +29,12 @@ pub(super) trait Sink: Sync {
     /// True if sums are `i32` in the bits of `f32`.
     const INTEGER: bool = false;
 
+    /// True if only the sums on and below the diagonal are wanted. A loop nest may hand over others
+    /// too.
+    fn lower(&self) -> bool {
+        false
+    }
+
     /// True if sums start from [`Sink::seed`] instead of zero.
     fn seeded(&self) -> bool {
         false
@@ -242,10 +248,16 @@ impl Sink for WeightGradient<'_> {
 pub(super) struct Scaled<'a, T> {
     pub alpha: f32,
     pub beta: f32,
+    /// True if the result is symmetric: see [`Sink::lower`].
+    pub lower: bool,
     pub c: Out<'a, T>,
 }
 
 impl<T: Element> Sink for Scaled<'_, T> {
+    fn lower(&self) -> bool {
+        self.lower
+    }
+
     fn target(&self, row: usize, col: usize) -> Target {
         self.c.target(row, col)
     }

@@ -7,6 +7,7 @@
 //! | [`input_gradient`] | `dx = (dy w) ⊙ act'(pre)` | output features |
 //! | [`weight_gradient`] | `dw (+)= dyᵀ x`, `db (+)= Σ dy` | tokens |
 //! | [`matmul`], [`matmul_batched`] | `c = α op(a) op(b) + β c` | the shared dimension |
+//! | [`gram`] | `c = α op(a) op(a)ᵀ + β c`, half of it | the shared dimension |
 //! | [`grouped_forward`] and its two backwards | the first three, for groups of rows | as those |
 //!
 //! Weights are `[out, in]`, as in Hugging Face checkpoints. All matrices are row-major with a row
@@ -61,6 +62,7 @@ pub use grouped::{grouped_forward, grouped_input_gradient, grouped_weight_gradie
 pub use int8::{DEPTH_MAX as INT8_DEPTH_MAX, forward_int8, input_gradient_int8};
 
 use crate::cpu::Cpu;
+use crate::cpu::rows::for_tasks;
 use crate::cpu::threads::Shares;
 use crate::dtype::Element;
 use driver::Operand;
@@ -405,7 +407,51 @@ pub fn matmul<T: Element>(
     };
     assert!(k == kb, "a product of {m} x {k} and {kb} x {n}");
     expect_shape("the result", (c.rows, c.cols), (m, n));
-    driver::product(cpu, (m, n, k), a, b, &Scaled { alpha, beta, c: Out::new(c) });
+    driver::product(cpu, (m, n, k), a, b, &Scaled { alpha, beta, lower: false, c: Out::new(c) });
+}
+
+/// `c = α op(a) op(a)ᵀ + β c` for a symmetric and contiguous `c`; with `β = 0` the old values are
+/// not read.
+///
+/// The result is symmetric, so tiles above the diagonal are not computed but copied from below it:
+/// an element there is the same chain with the factors of each product exchanged, so it has the
+/// same bits. (Tiles of AMX compute all of it.)
+pub fn gram<T: Element>(cpu: &Cpu, a: MatRef<T>, transpose: Transpose, alpha: f32, beta: f32, c: &mut [T]) {
+    let (n, k, left, right) = match transpose {
+        Transpose::No => (a.rows, a.cols, Operand::rows(a), Operand::rows(a)),
+        Transpose::Yes => (a.cols, a.rows, Operand::cols(a), Operand::cols(a)),
+    };
+    let sink = Scaled { alpha, beta, lower: true, c: Out::new(MatMut::new(c, n, n)) };
+    driver::product(cpu, (n, n, k), left, right, &sink);
+    mirror(cpu, n, c);
+}
+
+/// Copies what lies below the diagonal of a matrix `[n, n]` to above it.
+fn mirror<T: Element>(cpu: &Cpu, n: usize, c: &mut [T]) {
+    /// Rows and columns of a square that is read, then written: two cache lines of `f32` wide.
+    const SIDE: usize = 32;
+    assert!(c.len() == n * n, "{} elements of a matrix {n} x {n}", c.len());
+    let c = Shares::new(c);
+    for_tasks(cpu, n.div_ceil(SIDE), n * n * size_of::<T>(), |band| {
+        let mut square = [[T::default(); SIDE]; SIDE];
+        let first = band * SIDE;
+        let rows = first..n.min(first + SIDE);
+        for left in (first..n).step_by(SIDE) {
+            let columns = left..n.min(left + SIDE);
+            for (from, row) in columns.clone().zip(&mut square) {
+                // SAFETY: on and below the diagonal, where nobody writes; at the diagonal itself
+                // this task does, before and after.
+                row[..rows.len()].copy_from_slice(unsafe { c.part(from * n + rows.start..from * n + rows.end) });
+            }
+            for (at, to) in rows.clone().enumerate() {
+                let right = left.max(to + 1)..columns.end;
+                let skipped = right.start.min(right.end) - left;
+                // SAFETY: above the diagonal, in rows that only this task writes and reads there.
+                let out = unsafe { c.part(to * n + left + skipped..to * n + right.end) };
+                out.iter_mut().zip(&square[skipped..]).for_each(|(out, row)| *out = row[at]);
+            }
+        }
+    });
 }
 
 /// A batch of matrices of one shape, `step` elements apart; a step of 0 repeats one matrix.

@@ -654,3 +654,34 @@ fn groups_have_the_bits_of_their_own_products() {
         }
     });
 }
+
+/// Half of it computed and mirrored, with the factors of each product exchanged: the bits of the
+/// whole, on any number of threads.
+fn gram_is_the_product_with_the_transpose<T: Element>() {
+    let mut random = Random(11);
+    for (n, k, gap) in [(1, 3, 0), (14, 32, 5), (33, 40, 1), (70, 9, 0), (131, 300, 0), (300, 1100, 0)] {
+        for transpose in [Transpose::No, Transpose::Yes] {
+            let (rows, cols) = if transpose == Transpose::No { (n, k) } else { (k, n) };
+            let a = Padded::<T>::random(&mut random, rows, cols, gap);
+            let square: Vec<T> = random.values(n * n);
+            let symmetric: Vec<T> = (0..n * n).map(|i| square[(i / n).max(i % n) * n + (i / n).min(i % n)]).collect();
+            on_every_rung(T::DTYPE, |cpu, name| {
+                let other = if transpose == Transpose::No { Transpose::Yes } else { Transpose::No };
+                for beta in [0.0, -0.75] {
+                    let (mut found, mut wanted) = (symmetric.clone(), symmetric.clone());
+                    gram(cpu, a.view(), transpose, 0.5, beta, &mut found);
+                    matmul(cpu, a.view(), transpose, a.view(), other, 0.5, beta, MatMut::new(&mut wanted, n, n));
+                    let threads = cpu.threads.count();
+                    assert!(found == wanted, "{name}: {n} of {k}, {transpose:?}, {beta}, {threads} threads");
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn gram_is_the_product_with_the_transpose_in_every_dtype() {
+    gram_is_the_product_with_the_transpose::<f32>();
+    gram_is_the_product_with_the_transpose::<bf16>();
+    gram_is_the_product_with_the_transpose::<f16>();
+}
