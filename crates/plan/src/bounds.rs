@@ -281,8 +281,8 @@ impl Prices<'_> {
         [ring, tensor + seconds(Collective::AllToAll, Axis::Expert, experts, 2)]
     }
 
-    /// Trained elements of `unit` on a rank, before sharding. Frozen ones may lie in fewer bits, and
-    /// are left out of bounds.
+    /// Trained elements of `unit` on a rank, before sharding. Frozen ones may lie in fewer bits,
+    /// and are left out of bounds.
     fn elements(&self, unit: u32) -> f64 {
         let shape = &self.known.shape.units[unit as usize];
         let trained = shape.flat_elements.saturating_sub(shape.frozen_elements) as f64;

@@ -36,8 +36,8 @@ pub struct Extent {
     pub heads: u32,
     /// Number of key/value heads.
     pub kv_heads: u32,
-    /// True if this program computes each block whole, without tensor or context parallelism: models
-    /// with an encoder, and models of images.
+    /// True if this program computes each block whole, without tensor or context parallelism:
+    /// models with an encoder, and models of images.
     pub whole_blocks: bool,
     /// Number of experts of a block; 1 for dense models.
     pub experts: u32,

@@ -125,7 +125,7 @@ fn recomputing_nothing_a_selection_and_all_are_in_order() {
     let facts = facts();
     let own = trainyard_model::preset("llama-8b").unwrap();
     let whole = request(Architecture::from(&own), "1x8xH100", 16, 8192);
-    for (request, tp) in [(Request { own: Some(own), ..whole.clone() }, 1), (whole.clone(), 1), (whole, 8)] {
+    for (request, tp) in [(Request { own: Some(own.into()), ..whole.clone() }, 1), (whole.clone(), 1), (whole, 8)] {
         let mesh = Mesh { dp_shard: 8 / tp, tp, ..Mesh::default() };
         let plain = Candidate { zero_stage: 3, ..Candidate::plain(mesh, 1, 2 * tp, Format::Bf16) };
         let priced = |full, selective| {

@@ -429,8 +429,8 @@ pub(crate) fn rope_table(device: &crate::Device, table: &RopeTable) -> Result<Te
     device.tensor([2, table.positions, table.dim / 2], &values, crate::Purpose::Workspace)
 }
 
-/// For each row of the segments that `bounds` has, the bounds of the segment of `seen` with the same
-/// number, as kernels read them: the first rows, then the ends, [2, m].
+/// For each row of the segments that `bounds` has, the bounds of the segment of `seen` with the
+/// same number, as kernels read them: the first rows, then the ends, [2, m].
 pub(crate) fn rows_of_segments(bounds: &[i32], seen: &[i32]) -> Vec<i32> {
     let m = bounds[bounds.len() - 1] as usize;
     let mut values = vec![0; 2 * m];

@@ -143,8 +143,8 @@ impl CrossSegments {
         Ok(CrossSegments { queries, keys, seen: Arc::default() })
     }
 
-    /// What kernels of GPUs read: the keys of each query, [2, n], and the queries of each key,
-    /// [2, m]. None elsewhere.
+    /// The intervals that kernels of GPUs read: the keys of each query, [2, n], and the queries of
+    /// each key, [2, m]. None elsewhere.
     fn on_cuda(&self, device: &Device) -> Result<Option<[Tensor; 2]>> {
         if device.computes() != Computes::Cuda {
             return Ok(None);

@@ -12,7 +12,7 @@ pub struct Gather {
     shape: Shape,
 }
 
-/// What is read.
+/// The elements that are read.
 #[derive(Clone, Debug)]
 enum Read {
     /// Whole slices of a dimension.

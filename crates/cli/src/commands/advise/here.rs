@@ -84,8 +84,8 @@ impl MachineBench<'_> {
         Ok(local_steps(alone.price, every, average_s, moments, memory_bytes_s))
     }
 
-    /// The configuration of `setup`, and the edits that it has no settings for. An edit whose settings
-    /// the configuration refuses is left to the program, with all others.
+    /// The configuration of `setup`, and the edits that it has no settings for. If the settings of
+    /// one are refused, all are left to the program.
     fn by_settings(&self, setup: &Setup) -> Result<(Resolved, Vec<Edit>)> {
         let resolved = |setup: &Setup| resolve_for(&(self.load)(&settings(self.base, setup))?, self.inputs.clone());
         let (set, rest): (Vec<Edit>, _) = setup.edits.iter().partition(|edit| has_settings(edit));

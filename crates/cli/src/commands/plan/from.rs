@@ -41,7 +41,7 @@ pub(super) fn run(args: &Args, path: &Path, profiles: &Profiles) -> Result<()> {
             "fits": now.fits,
             "assumed": now.assumed,
             "not_priced": settings.unpriced,
-            "best_of_stack": better.as_ref().map(|plan| plan_json(plan)).map_err(ToString::to_string).unwrap_or_else(|error| json!({"error": error})),
+            "best_of_stack": better.as_ref().map(plan_json).map_err(ToString::to_string).unwrap_or_else(|error| json!({"error": error})),
             "stacks": stacks::to_json(&all),
         });
         return print(format_args!("{value:#}\n"));
