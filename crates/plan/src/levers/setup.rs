@@ -39,6 +39,8 @@ pub enum ReduceFormat {
 pub enum Optimizer {
     /// Two moments per parameter.
     AdamW,
+    /// AdamW with its moments in eight bits.
+    AdamW8,
     /// One momentum per parameter.
     Lion,
     /// A row and a column of second moments per matrix.
@@ -51,18 +53,19 @@ impl Optimizer {
     /// The name in a configuration; None for those that no lever chooses.
     pub fn name(self) -> Option<&'static str> {
         match self {
-            Optimizer::AdamW => Some("adamw"),
+            Optimizer::AdamW | Optimizer::AdamW8 => Some("adamw"),
             Optimizer::Lion => Some("lion"),
             Optimizer::Adafactor => Some("adafactor"),
             Optimizer::Other => None,
         }
     }
 
-    /// Bytes of state per parameter.
+    /// Whole bytes of state per parameter.
     pub fn state_bytes(self) -> u32 {
         match self {
             Optimizer::AdamW | Optimizer::Other => 8,
             Optimizer::Lion => 4,
+            Optimizer::AdamW8 => 2,
             Optimizer::Adafactor => 0,
         }
     }
