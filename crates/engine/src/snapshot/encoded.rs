@@ -40,3 +40,51 @@ pub(super) fn bytes_of(
     let blocks = Box::new(bytes(&parts, blocks.into_iter(), copies)?);
     Ok(Bytes::Encoded(Encoded { moment, blocks, elements }))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use trainyard_tensor::cpu::Isa;
+    use trainyard_tensor::{DType, Device, Purpose};
+
+    proptest! {
+        /// Places of any parts of a moment are the same numbers, copied or not, passed on in pieces
+        /// of any size.
+        #[test]
+        fn places_are_decoded(
+            lengths in proptest::collection::vec(1_usize..200, 1..4),
+            cuts in proptest::collection::vec(0_usize..600, 2..8),
+            size in 1_usize..2000,
+            copies: bool,
+        ) {
+            let (device, isa) = (Device::cpu(Isa::detect(), 1, None), Isa::detect());
+            let (mut parts, mut decoded) = (Vec::new(), Vec::new());
+            for elements in lengths {
+                let number = |i: usize| ((i * 7919 + elements) % 1001) as f32 - 500.0;
+                let values: Vec<f32> = (0..elements).map(number).collect();
+                let mut words = vec![0.0; moments8::words(elements)];
+                moments8::encode(isa, Moment::First, &values, &mut words);
+                let mut back = vec![0.0; elements];
+                moments8::decode(isa, Moment::First, &words, &mut back);
+                decoded.extend(back);
+                let mut tensor = device.zeros([words.len()], DType::F32, Purpose::Optimizer).unwrap();
+                tensor.overwrite_bytes(|bytes| bytes.copy_from_slice(bytemuck::cast_slice(&words))).unwrap();
+                parts.push((Stored::Here(tensor), elements));
+            }
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(decoded.len())).collect();
+            cuts.sort_unstable();
+            let places: Vec<_> = cuts.chunks_exact(2).map(|cut| cut[0]..cut[1]).collect();
+            let want: Vec<f32> = places.iter().flat_map(|place| decoded[place.clone()].to_vec()).collect();
+            let bytes = bytes_of(Moment::First, &parts, places.into_iter(), copies).unwrap();
+            let mut got = Vec::new();
+            bytes.chunks(size, |bytes| {
+                got.extend_from_slice(bytes);
+                Ok(())
+            }).unwrap();
+            prop_assert_eq!(got.len(), bytes.len());
+            prop_assert!(got == bytemuck::cast_slice::<f32, u8>(&want));
+            prop_assert_eq!(bytes.live_len() == 0, copies || want.is_empty());
+        }
+    }
+}
