@@ -60,7 +60,12 @@ impl Optimizer {
         }
     }
 
-    /// Whole bytes of state per parameter.
+    /// Bytes of scales of the state for each 32 parameters, as in [`trainyard_program::StateBytes`].
+    pub fn scale_bytes(self) -> u32 {
+        if self == Optimizer::AdamW8 { 2 * 4 } else { 0 }
+    }
+
+    /// Bytes of state per parameter, without scales.
     pub fn state_bytes(self) -> u32 {
         match self {
             Optimizer::AdamW | Optimizer::Other => 8,
