@@ -17,7 +17,8 @@ use trainyard_engine::config::Inputs;
 use trainyard_sim::machine::Speeds;
 use trainyard_tensor::cpu::Isa;
 use trainyard_tensor::cpu::gemm::Rung;
-use trainyard_tensor::{Call, DType, Device, Purpose, bf16, ops};
+use trainyard_tensor::ops::optim::{AdamW, OptimizerOperands, adamw8, moments8};
+use trainyard_tensor::{Call, DType, Device, Purpose, TensorError, bf16, ops};
 
 /// The number of ranks that share the machine, and the threads of each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,7 +48,8 @@ pub enum Probe {
         /// The model.
         model: Model,
     },
-    /// Sums and casts of buffers with this many elements: the kernels of a reduction.
+    /// Sums and casts of buffers with this many elements, the kernels of a reduction; and updates of
+    /// as many parameters with moments of eight bits, which no probe's model has.
     Sums {
         /// Ranks and threads.
         layout: Layout,
@@ -227,8 +229,8 @@ fn sums(
         (0..group.own(layout)).map(|_| Device::cpu(isa, layout.threads as usize, None)).collect();
     let before = sampler.sample()?;
     group.meet()?;
-    let results: Vec<Result<Vec<Call>, trainyard_tensor::TensorError>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = devices.iter().map(|device| scope.spawn(move || sums_on(device, elements))).collect();
+    let results: Vec<Result<Vec<Call>, TensorError>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = devices.iter().map(|device| scope.spawn(move || streams_on(device, elements))).collect();
         threads.into_iter().map(|thread| thread.join().expect("sums do not panic")).collect()
     });
     let speeds: Speeds = sample::between(before, sampler.sample()?);
@@ -239,9 +241,34 @@ fn sums(
     Ok(())
 }
 
+fn streams_on(device: &Device, elements: usize) -> Result<Vec<Call>, TensorError> {
+    let mut calls = sums_on(device, elements)?;
+    calls.extend(updates8_on(device, elements)?);
+    Ok(calls)
+}
+
+/// Runs updates with moments of eight bits, with and without a copy in bf16.
+fn updates8_on(device: &Device, elements: usize) -> Result<Vec<Call>, TensorError> {
+    let f32s = |elements: usize| device.zeros([elements], DType::F32, Purpose::Workspace);
+    let (mut master, gradient) = (f32s(elements)?, f32s(elements)?);
+    let (mut first, mut second) = (f32s(moments8::words(elements))?, f32s(moments8::words(elements))?);
+    let mut copy = device.tensor([elements], &vec![bf16::ZERO; elements], Purpose::Workspace)?;
+    let hyper = AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, variance_steps: None };
+    for step in 1..=3 {
+        // The first step touches new memory.
+        device.set_recording(step > 1);
+        for has_copy in [false, true] {
+            let copy = has_copy.then_some(&mut copy);
+            let operands = OptimizerOperands { master: &mut master, gradient: &gradient, gradient_scale: 1.0, copy };
+            adamw8(hyper, step, operands, &mut first, &mut second)?;
+        }
+    }
+    Ok(device.take_calls())
+}
+
 /// Runs the kernels that a reduction uses on a gradient: adding, overwriting, and casts to bf16 and
 /// back.
-pub(crate) fn sums_on(device: &Device, elements: usize) -> Result<Vec<Call>, trainyard_tensor::TensorError> {
+pub(crate) fn sums_on(device: &Device, elements: usize) -> Result<Vec<Call>, TensorError> {
     // Several buffers are used in turn, because a reduction does not find its last sum in its
     // caches.
     let f32s = || device.zeros([elements], DType::F32, Purpose::Workspace);
@@ -331,6 +358,7 @@ mod tests {
         ] {
             assert!(has(kernel, "bf16"), "{kernel}");
         }
+        assert!(has("adamw8", "f32") && has("adamw8", "bf16"));
         assert!(has("sum_of_squares", "f32") && has("accumulate overwriting", "f32") && has("cast bf16", "f32"));
         assert!(curves.iter().all(|curve| (curve.ranks, curve.threads) == (2, 1)));
         let int8 = Model { dtype: "int8", ..model };

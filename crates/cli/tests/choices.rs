@@ -387,6 +387,7 @@ fn levers_with_settings_are_priced_as_the_run_that_they_make() {
         ("gradients, low rank", "compression.gradients=power_sgd", &["--set", "parallel.ranks=2"][..]),
         ("gradients in int8", "compression.gradients=int8", &["--set", "parallel.ranks=2"]),
         ("quantisation-aware training", "quantization.aware=4", &["--set", "model.dim=128"]),
+        ("8-bit optimizer state", "optimizer.state_bits=8", &[]),
     ] {
         let priced = advised(&folder, name, more);
         assert_eq!(priced["runnable"], true, "{priced}");

@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex};
 use trainyard_model::{Model, ParameterSpec, UnitLayout};
 use trainyard_program::chunk_elements;
 use trainyard_tensor::ops::optim::{
-    self, Adafactor, AdamW, Decay, Lion, Muon, MuonScale as Scale, MuonUpdate, OptimizerOperands, Sgd, StepSize,
+    self, Adafactor, AdamW, Decay, Lion, Moment, Muon, MuonScale as Scale, MuonUpdate, OptimizerOperands, Sgd, StepSize,
 };
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
 
@@ -86,7 +86,7 @@ struct Chunk {
     /// Its elements.
     range: Range<usize>,
     pieces: Vec<Piece>,
-    /// Number of elements of its state, with the average of its masters and what is held.
+    /// Number of f32 words of its state, with the average of its masters and what is held.
     state_elements: usize,
     /// The first element of that average within the state; None if there is none.
     average: Option<usize>,
@@ -121,7 +121,9 @@ pub struct StatePart {
     pub elements: usize,
     /// The elements that the rank holds.
     pub range: Range<usize>,
-    /// Their place within the chunk's state.
+    /// The code in which they lie, in whole blocks; None for f32.
+    pub encoding: Option<Moment>,
+    /// Their place within the chunk's state, in f32 words.
     at: Range<usize>,
 }
 
@@ -168,6 +170,8 @@ struct Member {
 enum State {
     /// AdamW: first and second moment.
     Moments(Tensor, Tensor),
+    /// AdamW: both in codes of eight bits.
+    Moments8(Tensor, Tensor),
     /// SGD, Lion: momentum, or nothing.
     Momentum(Option<Tensor>),
     /// Adafactor of a matrix: row and column moment.
@@ -466,7 +470,7 @@ impl Optimizer {
     /// The names of a parameter's state tensors, on whatever ranks they are.
     pub fn state_names(&self, spec: &ParameterSpec) -> &'static [&'static str] {
         let Some(settings) = self.settings.as_ref().filter(|_| spec.trained) else { return &[] };
-        let rule = Rule::of(settings.name, spec, &members(spec)[0].rows, 0.0);
+        let rule = Rule::of(settings, spec, &members(spec)[0].rows, 0.0);
         let tensors = rule.state_elements(spec.elements(), settings).len();
         &rule.names()[..tensors]
     }
@@ -476,7 +480,7 @@ impl Optimizer {
         let Some(settings) = self.settings.as_ref().filter(|_| spec.trained) else { return 0 };
         let width: usize = spec.whole_shape().iter().skip(1).product();
         let of = |member: Member| -> usize {
-            let rule = Rule::of(settings.name, spec, &member.rows, 0.0);
+            let rule = Rule::of(settings, spec, &member.rows, 0.0);
             rule.state_elements(member.rows.len() * width, settings).iter().sum()
         };
         members(spec).into_iter().map(of).sum()
@@ -490,7 +494,14 @@ impl Optimizer {
                 let staged = self.bring(chunk)?;
                 for part in chunk.parts(unit) {
                     let state = staged.state.as_ref().expect("a part is a part of a state");
-                    set(&part, &mut state.view(part.at.start, [part.at.len()])?)?;
+                    let mut state = state.view(part.at.start, [part.at.len()])?;
+                    let Some(moment) = part.encoding else {
+                        set(&part, &mut state)?;
+                        continue;
+                    };
+                    let mut values = state.device().empty([part.range.len()], DType::F32, Purpose::Workspace)?;
+                    set(&part, &mut values)?;
+                    optim::encode_moment(moment, &values, &mut state)?;
                 }
                 if let Some(store) = self.store() {
                     self.write_state(store, chunk, &staged)?;
@@ -538,20 +549,20 @@ impl Chunk {
         for piece in &self.pieces {
             for (number, (name, slot)) in piece.rule.names().iter().zip(&piece.slots).enumerate() {
                 for (index, whole) in &piece.parameters {
-                    let (unit, index) = (unit, *index);
+                    let (unit, index, encoding) = (unit, *index, piece.rule.encoding(number));
                     // The state of an element-wise rule covers the piece. Other state belongs to
                     // one member; the members' state lies one after the other in the parameter's.
                     if let Some(member) = &piece.member {
                         let (elements, range) = piece.rule.state_of(number, member);
-                        all.push(StatePart { unit, index, name, elements, range, at: slot.clone() });
+                        all.push(StatePart { unit, index, name, elements, range, encoding, at: slot.clone() });
                         continue;
                     }
                     let held = overlap(whole, &piece.range);
                     if !held.is_empty() {
-                        let start = slot.start + held.start - piece.range.start;
+                        let start = slot.start + piece.rule.words(held.start - piece.range.start);
                         let range = held.start - whole.start..held.end - whole.start;
-                        let at = start..start + held.len();
-                        all.push(StatePart { unit, index, name, elements: whole.len(), range, at });
+                        let at = start..start + piece.rule.words(held.len());
+                        all.push(StatePart { unit, index, name, elements: whole.len(), range, encoding, at });
                     }
                 }
             }
@@ -569,19 +580,19 @@ struct Stretch {
     member: Option<Member>,
 }
 
-fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, name: OptimizerName, balance: f32) -> Vec<Stretch> {
+fn stretches(specs: &[ParameterSpec], layout: &UnitLayout, settings: &OptimizerSettings, balance: f32) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
     let trained: Vec<(usize, Range<usize>)> = layout.trained().collect();
     for (place, (index, exact)) in trained.iter().cloned().enumerate() {
         let spec = &specs[index];
         let members = members(spec);
-        let (rule, group) = (Rule::of(name, spec, &members[0].rows, balance), Group::of(spec));
+        let (rule, group) = (Rule::of(settings, spec, &members[0].rows, balance), Group::of(spec));
         if !rule.is_elementwise() {
             let width = spec.row_elements();
             stretches.extend(members.into_iter().map(|member| Stretch {
                 range: exact.start + member.rows.start * width..exact.start + member.rows.end * width,
                 group,
-                rule: Rule::of(name, spec, &member.rows, balance),
+                rule: Rule::of(settings, spec, &member.rows, balance),
                 parameters: vec![(index, exact.clone())],
                 member: Some(member),
             }));
@@ -629,7 +640,7 @@ fn chunks(
     let each = chunk_elements(held.len() as u64, count) as usize;
     let experts = model.spec().and_then(|spec| spec.experts.as_ref());
     let balance = experts.map_or(0.0, |experts| experts.bias_update_rate as f32);
-    let stretches = stretches(specs, &layout, settings.name, balance);
+    let stretches = stretches(specs, &layout, settings, balance);
     let chunk = |number: usize| {
         let range = overlap(&(held.start + number * each..held.start + (number + 1) * each), &held);
         let (here, visit) = (Mutex::default(), Mutex::default());
@@ -650,12 +661,16 @@ fn chunks(
             let Stretch { group, rule, ref parameters, ref member, .. } = *stretch;
             let mut slots = Vec::new();
             for elements in rule.state_elements(range.len(), settings) {
-                slots.push(chunk.state_elements..chunk.state_elements + elements);
-                chunk.state_elements = (chunk.state_elements + elements).next_multiple_of(UnitLayout::ALIGN);
+                let end = chunk.state_elements + rule.words(elements);
+                slots.push(chunk.state_elements..end);
+                // Codes are read block by block, so that nothing gains by their alignment.
+                let is_encoded = rule.encoding(0).is_some();
+                chunk.state_elements = if is_encoded { end } else { end.next_multiple_of(UnitLayout::ALIGN) };
             }
             let (parameters, member) = (parameters.clone(), member.clone());
             chunk.pieces.push(Piece { range, group, rule, slots, parameters, member });
         }
+        chunk.state_elements = chunk.state_elements.next_multiple_of(UnitLayout::ALIGN);
         if settings.averaging.is_some() && !chunk.range.is_empty() {
             chunk.average = Some(chunk.state_elements);
             chunk.state_elements = (chunk.state_elements + chunk.range.len()).next_multiple_of(UnitLayout::ALIGN);
@@ -680,6 +695,7 @@ impl Piece {
         let view = |number: usize| self.state_tensor(number, chunk);
         Ok(match self.rule {
             Rule::Moments => State::Moments(view(0)?, view(1)?),
+            Rule::Moments8 => State::Moments8(view(0)?, view(1)?),
             Rule::Lamb(_) => State::Lamb(view(0)?, view(1)?),
             Rule::Momentum => State::Momentum((!self.slots.is_empty()).then(|| view(0)).transpose()?),
             Rule::Factored(_) => State::Factored(view(0)?, view(1)?),
@@ -721,6 +737,7 @@ impl Piece {
         let adam = AdamW { lr, beta1, beta2, eps, weight_decay, variance_steps: settings.variance_steps };
         match &mut self.state(state)? {
             State::Moments(first, second) => optim::adamw(adam, rates.update, operands, first, second)?,
+            State::Moments8(first, second) => optim::adamw8(adam, rates.update, operands, first, second)?,
             State::Lamb(first, second) => optim::lamb(adam, rates.update, operands, first, second)?,
             State::Momentum(momentum) if settings.name == OptimizerName::Lion => {
                 let momentum = momentum.as_mut().expect("Lion has momentum");

@@ -642,13 +642,14 @@ pub fn rank_settings(resolved: &Resolved) -> RankSettings {
     }
 }
 
-/// Bytes per element of each kind of state; an average of the weights, and what is held of an
-/// earlier run, count as the optimizer's.
-/// Optimizer state of Muon and Adafactor differs between
-/// parameters; the figure is that of most.
+/// Bytes of each kind of state; an average of the weights, and what is held of an earlier run,
+/// count as the optimizer's. Optimizer state of Muon and Adafactor differs between parameters; the
+/// figure is that of most.
 fn state_bytes(resolved: &Resolved) -> StateBytes {
     let compute = compute_dtype(resolved);
+    let is_encoded = resolved.optimizer.state_bits == 8;
     let optimizer = match resolved.optimizer.name {
+        OptimizerName::AdamW if is_encoded => 2,
         OptimizerName::AdamW | OptimizerName::Lamb => 8,
         OptimizerName::Lion | OptimizerName::Muon => 4,
         OptimizerName::Sgd if resolved.optimizer.momentum != 0.0 => 4,
@@ -661,6 +662,7 @@ fn state_bytes(resolved: &Resolved) -> StateBytes {
         master: if resolved.constraints.separate_masters(compute) || resolved.server.is_some() { 4 } else { 0 },
         gradient: 4,
         optimizer: optimizer + average + held,
+        optimizer_scales: if is_encoded { 2 * 4 } else { 0 },
         reduce: reduce_dtype(resolved).size() as u32,
     }
 }

@@ -24,6 +24,7 @@
 
 mod averages;
 mod consolidation;
+mod encoded;
 mod low_rank;
 mod residuals;
 
@@ -254,7 +255,12 @@ fn parts(rank: &Rank, copies: bool) -> Result<Vec<SnapshotPart<'static>>> {
                 0 => (&mut optimizer, name),
                 _ => (&mut replicas, of_replica(&name, replica)),
             };
-            to.push(region(name, vec![elements], pieces, &stored, copies)?);
+            let places = pieces.iter().flat_map(PlacedRuns::places);
+            let bytes = match part.encoding {
+                None => bytes(&stored, places, copies)?,
+                Some(moment) => encoded::bytes_of(moment, &stored, places, copies)?,
+            };
+            to.push(region_of(name, vec![elements], pieces, bytes));
         }
     }
     let mut parts = vec![(MODEL, model, all_names(rank)), (OPTIMIZER, optimizer, all_state_names(rank))];
@@ -396,7 +402,7 @@ pub(crate) fn left_behind(rank: &Rank, checkpoint: &Checkpoint) -> Vec<String> {
 pub(crate) fn bytes_copied(rank: &Rank) -> Result<usize> {
     let parts = parts(rank, false)?;
     let regions = parts.iter().flat_map(|part| &part.regions);
-    Ok(regions.filter(|region| matches!(region.bytes, Bytes::Live(_))).map(|region| region.bytes.len()).sum())
+    Ok(regions.map(|region| region.bytes.live_len()).sum())
 }
 
 /// Bytes of the tensors of a checkpoint, whatever rank writes them.
@@ -429,8 +435,12 @@ fn region(
     copies: bool,
 ) -> Result<Region<'static>> {
     let bytes = bytes(stored, pieces.iter().flat_map(PlacedRuns::places), copies)?;
+    Ok(region_of(name, shape, pieces, bytes))
+}
+
+fn region_of(name: String, shape: Vec<usize>, pieces: Vec<PlacedRuns>, bytes: Bytes<'static>) -> Region<'static> {
     let runs = pieces.into_iter().map(|placed| placed.runs).collect();
-    Ok(Region { name, dtype: DType::F32, shape, runs, bytes })
+    Region { name, dtype: DType::F32, shape, runs, bytes }
 }
 
 /// The bytes of the elements `places` of the concatenation of `parts`.

@@ -30,6 +30,7 @@ fn a_staleness_of_zero_trains_the_bits_of_synchronous_steps() {
         (&["parallel.ranks=2", "precision.compute='f32'"][..], &[1, 2][..]),
         (&["parallel.ranks=2", "precision.compute='bf16'", "training.accumulation_steps=2"], &[1, 2]),
         (&["parallel.ranks=4", "precision.compute='f32'", "optimizer.name='lion'"], &[1, 2, 4]),
+        (&["parallel.ranks=2", "precision.compute='f32'", "optimizer.state_bits=8"], &[1, 2]),
         (&["parallel.ranks=8", "precision.compute='bf16'", "model.tie_embeddings=true"], &[4]),
     ] {
         for rows in [batch as Rows, documents] {

@@ -504,13 +504,13 @@ impl Prices<'_> {
         let bytes = self.bytes_per_element();
         let placement = &self.program.placement;
         let offload = &candidate.offload;
-        let held = |extent, width: u32, here: bool| {
+        let held = |extent, width: f64, here: bool| {
             let part = if extent == Extent::Shard { f64::from(candidate.mesh.shard_degree()) } else { 1.0 };
-            if here { f64::from(width) / part } else { 0.0 }
+            if here { width / part } else { 0.0 }
         };
-        let mut per_element = held(placement.parameters, bytes.parameter, offload.parameters.is_none())
-            + held(placement.masters, bytes.master + bytes.optimizer, offload.optimizer.is_none())
-            + held(placement.gradients, bytes.gradient, offload.gradients.is_none());
+        let mut per_element = held(placement.parameters, f64::from(bytes.parameter), offload.parameters.is_none())
+            + held(placement.masters, f64::from(bytes.master) + bytes.whole_optimizer(), offload.optimizer.is_none())
+            + held(placement.gradients, f64::from(bytes.gradient), offload.gradients.is_none());
         let Mesh { pp, .. } = candidate.mesh;
         let begun = match candidate.pipeline {
             // A turn is one stretch on one micro-batch: the turns of the warm-up and the next one

@@ -1,7 +1,7 @@
 //! The sizes of one rank's state and messages.
 
 use crate::{
-    Axis, BlockCodec, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, Strategy, Tier,
+    Axis, BlockCodec, Extent, Keep, Mesh, ModelShape, Placement, SHARD_QUANTUM, SplitShape, StateBytes, Strategy, Tier,
     chunk_elements, padded,
 };
 
@@ -146,8 +146,14 @@ impl<'a> Sizes<'a> {
 
     /// Bytes of a unit's masters and of its optimizer state.
     pub fn optimizer(&self, unit: u32) -> [u64; 2] {
+        self.masters_and_state(|width| self.held(unit, self.placement.masters, width))
+    }
+
+    /// Bytes of masters and of optimizer state of elements, from what they take at a width.
+    fn masters_and_state(&self, at_width: impl Fn(u32) -> u64) -> [u64; 2] {
         let bytes = &self.strategy.bytes;
-        [bytes.master, bytes.optimizer].map(|width| self.held(unit, self.placement.masters, width))
+        let scales = at_width(bytes.optimizer_scales) / u64::from(StateBytes::BLOCK);
+        [at_width(bytes.master), at_width(bytes.optimizer) + scales]
     }
 
     /// The number of chunks in which a unit's optimizer state is fetched.
@@ -163,7 +169,7 @@ impl<'a> Sizes<'a> {
 
     /// Bytes of one chunk's masters and of its optimizer state.
     pub fn optimizer_chunk(&self, unit: u32, chunk: u32) -> [u64; 2] {
-        [self.strategy.bytes.master, self.strategy.bytes.optimizer].map(|width| self.of_chunk(unit, chunk, width))
+        self.masters_and_state(|width| self.of_chunk(unit, chunk, width))
     }
 
     /// Bytes of one chunk at `width` bytes per element.

@@ -97,17 +97,29 @@ pub struct StateBytes {
     pub master: u32,
     /// A gradient.
     pub gradient: u32,
-    /// The optimizer state.
+    /// The optimizer state, without the scales of codes.
     pub optimizer: u32,
+    /// Scales of the optimizer state for each [`StateBytes::BLOCK`] elements; 0 if it has none.
+    #[serde(default)]
+    pub optimizer_scales: u32,
     /// A gradient while it is summed over ranks.
     pub reduce: u32,
 }
 
 impl StateBytes {
+    /// Elements that share a scale.
+    pub const BLOCK: u32 = 32;
+
     /// Training in bf16 or f16 with f32 masters, gradients and two moments.
-    pub const MIXED: StateBytes = StateBytes { parameter: 2, master: 4, gradient: 4, optimizer: 8, reduce: 4 };
+    pub const MIXED: StateBytes =
+        StateBytes { parameter: 2, master: 4, gradient: 4, optimizer: 8, optimizer_scales: 0, reduce: 4 };
     /// Training in f32 with two moments.
-    pub const F32: StateBytes = StateBytes { parameter: 4, master: 0, gradient: 4, optimizer: 8, reduce: 4 };
+    pub const F32: StateBytes = StateBytes { parameter: 4, master: 0, ..StateBytes::MIXED };
+
+    /// The optimizer state of an element, with its part of the scales.
+    pub fn whole_optimizer(&self) -> f64 {
+        f64::from(self.optimizer) + f64::from(self.optimizer_scales) / f64::from(StateBytes::BLOCK)
+    }
 }
 
 /// The time at which parameters that were gathered for a forward are released (FSDP's

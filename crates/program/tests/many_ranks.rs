@@ -35,7 +35,7 @@ fn ten_thousand_random_lowerings_pass_the_checker() {
 fn the_memory_table_of_zero() {
     let unit = |name: &str, flat_elements| UnitShape { name: name.to_owned(), flat_elements, ..UnitShape::default() };
     let model = ModelShape { units: vec![unit("model", 7_500_000_000)], batch_bytes: 0 };
-    let bytes = StateBytes { parameter: 2, master: 4, gradient: 2, optimizer: 8, reduce: 2 };
+    let bytes = StateBytes { parameter: 2, master: 4, gradient: 2, optimizer: 8, optimizer_scales: 0, reduce: 2 };
     let resident = |zero_stage| {
         let strategy = How { zero_stage, bytes, ..How::new(1) };
         let program = lower_rank(&model, &Mesh::data(1, 64), &strategy, 63).unwrap();

@@ -149,7 +149,8 @@ impl Costs {
             Action::Commit => {
                 let state = &self.stack.state;
                 let (workers, gradient) = (mesh.shard_degree(), f64::from(state.gradient));
-                let moved = f64::from(workers + 2) * gradient + f64::from(2 * state.master + 2 * state.optimizer);
+                let moved =
+                    f64::from(workers + 2) * gradient + 2.0 * (f64::from(state.master) + state.whole_optimizer());
                 let elements: f64 = program.trains().iter().map(|unit| self.unit(*unit).elements).sum();
                 self.stream_s(moved * elements / f64::from(workers) * of_servers(program))
             }
@@ -176,7 +177,7 @@ impl Costs {
                 // The gradient is read, the master and both moments are read and written, and the
                 // compute copy is written.
                 let state = &self.stack.state;
-                let mut moved = state.gradient + 2 * state.master + 2 * state.optimizer + state.parameter;
+                let mut moved = state.gradient + 2 * state.master + state.parameter;
                 if program.rounding_bits_of(unit).is_some() {
                     // The masters are read once more, and their rounded values are written.
                     moved += state.master + state.parameter;
@@ -186,7 +187,8 @@ impl Costs {
                     moved += 3 * state.master + 2 * state.parameter;
                 }
                 let chunks = f64::from(program.chunks_of(unit));
-                let bytes = f64::from(moved) * self.unit(unit).elements / held / chunks;
+                let bytes =
+                    (f64::from(moved) + 2.0 * state.whole_optimizer()) * self.unit(unit).elements / held / chunks;
                 match program.offload.optimizer {
                     Some(Tier::Host) => bytes / HOST_MEMORY_BYTES_S,
                     _ => self.stream_s(bytes),

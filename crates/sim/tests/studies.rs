@@ -27,7 +27,8 @@ fn zero_s_memory_table_is_what_programs_hold() {
         let mut strategy = Strategy::new(1);
         strategy.zero_stage = stage;
         // Adam in mixed precision: 2 + 2 + 12 bytes.
-        strategy.bytes = StateBytes { parameter: 2, master: 4, gradient: 2, optimizer: 8, reduce: 2 };
+        strategy.bytes =
+            StateBytes { parameter: 2, master: 4, gradient: 2, optimizer: 8, optimizer_scales: 0, reduce: 2 };
         let mesh = Mesh::data(1, ranks);
         let program = lower_rank(&shape, &mesh, &strategy, 0).unwrap();
         assert_eq!(program.placement, Placement::of(&mesh, &strategy));
@@ -60,7 +61,7 @@ fn t5(name: &str, gpus: u32, sharding: Sharding, format: Format) -> Prediction {
     let cluster = Cluster::parse(&format!("{}x8xA100-80GB:roce-2000", gpus / 8), &Profiles::builtin()).unwrap();
     let mut stack = Stack::named("fsdp-2022").unwrap();
     if format == Format::Tf32 {
-        stack.state = StateBytes { parameter: 4, master: 0, gradient: 4, optimizer: 8, reduce: 4 };
+        stack.state = StateBytes::F32;
     }
     let mesh = match sharding {
         Sharding::Replicated => Mesh::data(gpus, 1),

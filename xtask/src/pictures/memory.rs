@@ -45,7 +45,7 @@ pub fn picture() -> Result<String> {
 fn resident(zero_stage: u8, kind: MemoryKind) -> Result<f64> {
     let unit = UnitShape { name: "model".to_owned(), flat_elements: PARAMETERS, ..UnitShape::default() };
     let model = ModelShape { units: vec![unit], batch_bytes: 0 };
-    let bytes = StateBytes { parameter: 2, master: 4, gradient: 2, optimizer: 8, reduce: 2 };
+    let bytes = StateBytes { parameter: 2, master: 4, gradient: 2, optimizer: 8, optimizer_scales: 0, reduce: 2 };
     let strategy = Strategy { zero_stage, bytes, ..Strategy::new(1) };
     let program = lower_rank(&model, &Mesh::data(1, RANKS), &strategy, 0)?;
     Ok(program.resident.iter().filter(|effect| effect.kind == kind).map(|effect| effect.bytes as f64).sum())

@@ -54,8 +54,11 @@ pub use write::Written;
 use crate::tier::{Store, TierError};
 use std::collections::BTreeSet;
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::ops::optim::{Moment, moments8};
 use trainyard_tensor::{DType, Tensor, TensorError};
 
 /// The whole state of a run after one step.
@@ -125,6 +128,50 @@ pub enum Bytes<'a> {
     /// Tensors of one dimension, one after the other. Nobody changes them until the snapshot is
     /// written.
     Live(Vec<Tensor>),
+    /// A moment in codes of eight bits, which is written in f32.
+    Encoded(Encoded<'a>),
+}
+
+/// Blocks of a moment in codes of eight bits ([`moments8`]).
+#[derive(Clone)]
+pub struct Encoded<'a> {
+    /// The moment.
+    pub moment: Moment,
+    /// Whole blocks.
+    pub blocks: Box<Bytes<'a>>,
+    /// The elements of these blocks that are meant, in order.
+    pub elements: Vec<Range<usize>>,
+}
+
+impl Encoded<'_> {
+    /// Passes the bytes of the elements in f32 to `to`, at most `size`, or a block, at a time.
+    fn decoded(
+        &self,
+        size: usize,
+        mut to: impl FnMut(&[u8]) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
+        const BLOCK_BYTES: usize = 4 * moments8::BLOCK_WORDS;
+        let at_once = (size / (4 * moments8::BLOCK)).max(1);
+        let (isa, mut start, mut rest) = (Isa::detect(), 0, &self.elements[..]);
+        let (mut words, mut values) = (Vec::new(), Vec::new());
+        self.blocks.chunks(at_once * BLOCK_BYTES, |bytes| {
+            words.clear();
+            words.extend(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)));
+            values.resize(bytes.len() / BLOCK_BYTES * moments8::BLOCK, 0.0);
+            moments8::decode(isa, self.moment, &words, &mut values);
+            let end = start + values.len();
+            while let Some(range) = rest.first().filter(|range| range.start < end) {
+                let here = range.start.max(start) - start..range.end.min(end) - start;
+                to(bytemuck::cast_slice(&values[here]))?;
+                if range.end > end {
+                    break;
+                }
+                rest = &rest[1..];
+            }
+            start = end;
+            Ok(())
+        })
+    }
 }
 
 impl Bytes<'_> {
@@ -135,6 +182,16 @@ impl Bytes<'_> {
             Bytes::Shared(bytes) => (**bytes).as_ref().len(),
             Bytes::Stored(parts) => parts.iter().map(|(_, _, bytes)| bytes).sum(),
             Bytes::Live(tensors) => tensors.iter().map(Tensor::bytes).sum(),
+            Bytes::Encoded(moment) => 4 * moment.elements.iter().map(Range::len).sum::<usize>(),
+        }
+    }
+
+    /// Bytes that a copy of what lies in tensors takes.
+    pub fn live_len(&self) -> usize {
+        match self {
+            Bytes::Live(_) => self.len(),
+            Bytes::Encoded(moment) => moment.blocks.live_len(),
+            Bytes::Borrowed(_) | Bytes::Shared(_) | Bytes::Stored(_) => 0,
         }
     }
 
@@ -175,6 +232,7 @@ impl Bytes<'_> {
                 }
                 Ok(())
             }
+            Bytes::Encoded(moment) => moment.decoded(size, to),
         }
     }
 }

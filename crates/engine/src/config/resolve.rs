@@ -171,6 +171,8 @@ pub struct OptimizerSettings {
     pub beta1: f64,
     pub beta2: f64,
     pub eps: f64,
+    /// Bits of an element of AdamW's moments: 32, or 8 in blocks with a scale.
+    pub state_bits: usize,
     /// The update after which AdamW's second moment stays as it is; `None`: it never does.
     pub variance_steps: Option<u64>,
     pub weight_decay: f64,

@@ -505,6 +505,7 @@ impl Resolver {
         }
         self.count("optimizer.freeze_variance_after", variance_steps, 1, u64::MAX);
 
+        self.state_bits(name, o.state_bits);
         if name == Lamb && matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
             let message = "optimizer.name = \"lamb\" has no kernel for GPUs: take adamw, or compute.device = \"cpu\"";
             self.problem("optimizer.name", message);
@@ -566,6 +567,7 @@ impl Resolver {
             beta1,
             beta2,
             eps,
+            state_bits: o.state_bits,
             variance_steps: variance_steps.filter(|_| name == AdamW),
             weight_decay: o.weight_decay,
             momentum,
@@ -578,6 +580,28 @@ impl Resolver {
             relative_step,
             averaging: self.averaging(),
             consolidation: self.consolidation(),
+        }
+    }
+
+    /// Refuses numbers of bits that moments cannot have, and rules and devices without them.
+    fn state_bits(&mut self, name: OptimizerName, bits: usize) {
+        const KEY: &str = "optimizer.state_bits";
+        match (bits, name) {
+            (32, _) => {}
+            (8, OptimizerName::AdamW) => {
+                if matches!(self.config.compute.device, DeviceKind::Cuda(_)) {
+                    let message =
+                        format!("{KEY} = 8 has no kernel for GPUs: set it to 32, or compute.device = \"cpu\"");
+                    self.problem(KEY, message);
+                }
+            }
+            (8, _) => {
+                let message = format!(
+                    "{KEY} = 8 is for adamw: {name} keeps its state in 32 bits; set optimizer.name = \"adamw\", or {KEY} = 32"
+                );
+                self.problem(KEY, message);
+            }
+            _ => self.problem(KEY, format!("{KEY} = {bits}: moments have 32 bits or 8")),
         }
     }
 }

@@ -547,6 +547,10 @@ section! {
         /// et al. 2021), for codecs whose errors would enter them. Unset: they never do.
         #[elsewhere("var_freeze_step")]
         freeze_variance_after: Option<u64> = None;
+        /// AdamW: bits of an element of either moment, 32 or 8. Codes of 8 bits have a scale for
+        /// each 32 elements (Dettmers et al. 2021): 2.25 bytes a parameter instead of 8. On CPUs.
+        #[elsewhere("optim_bits", "adamw_8bit", "adamw_bnb_8bit", "AdamW8bit")]
+        state_bits: usize = 32;
         /// Decoupled weight decay, multiplied by the learning rate.
         #[elsewhere("wd", "decay")]
         weight_decay: f64 = 0.1;

@@ -10,6 +10,8 @@ use crate::Result;
 use crate::tier::Stored;
 use std::collections::BTreeMap;
 use trainyard_base::median;
+use trainyard_tensor::cpu::Isa;
+use trainyard_tensor::ops::optim::moments8;
 
 /// The part of the layer's median below which a row has seen no gradient for long.
 const DEAD: f64 = 1e-6;
@@ -31,7 +33,11 @@ impl Rank {
             if !FIRST_MOMENTS.contains(&part.name) || !spec.name.ends_with(INTO_ACTIVATIONS) {
                 continue;
             }
-            let values = values.to_f32_vec()?;
+            let mut values = values.to_f32_vec()?;
+            if let Some(moment) = part.encoding {
+                let blocks = std::mem::replace(&mut values, vec![0.0; part.range.len()]);
+                moments8::decode(Isa::detect(), moment, &blocks, &mut values);
+            }
             // The first element of the first whole row.
             let skipped = part.range.start.next_multiple_of(*width) - part.range.start;
             let rows = values.get(skipped..).unwrap_or_default().chunks_exact(*width);

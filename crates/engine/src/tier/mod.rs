@@ -83,6 +83,7 @@ impl Lower {
 }
 
 /// The place of a part of the state.
+#[derive(Clone)]
 pub enum Stored {
     /// In memory, of the device or of the host.
     Here(Tensor),

@@ -334,6 +334,7 @@ pub const ROWS: &[Row] = &[
     row("optimizer.freeze_variance_after", &[], &["optimizer.freeze_variance_after=1"], Losses),
     row("optimizer.beta2", &[], &["optimizer.beta2=0.5"], Losses),
     row("optimizer.eps", &[], &["optimizer.eps=1e-2"], Losses),
+    row("optimizer.state_bits", &[], &["optimizer.state_bits=8"], Losses),
     row("optimizer.weight_decay", &[], &["optimizer.weight_decay=0"], Losses),
     row("optimizer.momentum", SGD, &["optimizer.momentum=0.5"], Losses),
     row("optimizer.nesterov", SGD, &["optimizer.nesterov=true"], Losses),

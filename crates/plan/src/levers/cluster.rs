@@ -102,6 +102,7 @@ impl ClusterBench<'_> {
         let spared = Optimizer::AdamW.state_bytes() - setup.optimizer.state_bytes();
         for bytes in [&mut strategy.bytes, &mut costs.stack.state] {
             bytes.optimizer = bytes.optimizer.saturating_sub(spared);
+            bytes.optimizer_scales = setup.optimizer.scale_bytes();
         }
         let mut programs = lower_stages(shape, &candidate.mesh, &strategy).map_err(|error| error.to_string())?;
         for edit in &setup.edits {

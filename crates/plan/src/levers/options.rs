@@ -130,7 +130,7 @@ pub fn checkpointing(now: &Setup, _: &Place) -> Offers {
 
 /// An optimizer with less state.
 pub fn optimizer(now: &Setup, _: &Place) -> Offers {
-    if now.optimizer != Optimizer::AdamW {
+    if !matches!(now.optimizer, Optimizer::AdamW | Optimizer::AdamW8) {
         return Offers::InUse("the optimizer is not AdamW");
     }
     // Adafactor looks at whole matrices.
@@ -499,8 +499,11 @@ pub fn two_of_four(_: &Setup, _: &Place) -> Offers {
 
 /// Optimizer state of 8 bits.
 pub fn optimizer_bits(now: &Setup, _: &Place) -> Offers {
-    // Two 8-bit moments for two of 32 bits, and a scale for every block of 2,048.
-    let share = (1.0 + 4.0 / 2048.0) / 4.0;
+    if now.optimizer == Optimizer::AdamW8 {
+        return Offers::InUse("the moments have 8 bits");
+    }
+    // Two moments of eight bits for two of 32, and an f32 scale for every block of 32.
+    let share = (1.0 + 4.0 / 32.0) / 4.0;
     let is_adamw = now.optimizer == Optimizer::AdamW;
     one("moments of 8 bits", now.edited(Edit::OptimizerBytes { share }).filter(|_| is_adamw))
 }

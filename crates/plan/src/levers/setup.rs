@@ -39,6 +39,8 @@ pub enum ReduceFormat {
 pub enum Optimizer {
     /// Two moments per parameter.
     AdamW,
+    /// AdamW with its moments in eight bits.
+    AdamW8,
     /// One momentum per parameter.
     Lion,
     /// A row and a column of second moments per matrix.
@@ -51,18 +53,24 @@ impl Optimizer {
     /// The name in a configuration; None for those that no lever chooses.
     pub fn name(self) -> Option<&'static str> {
         match self {
-            Optimizer::AdamW => Some("adamw"),
+            Optimizer::AdamW | Optimizer::AdamW8 => Some("adamw"),
             Optimizer::Lion => Some("lion"),
             Optimizer::Adafactor => Some("adafactor"),
             Optimizer::Other => None,
         }
     }
 
-    /// Bytes of state per parameter.
+    /// Bytes of scales of the state for each 32 parameters, as in [`trainyard_program::StateBytes`].
+    pub fn scale_bytes(self) -> u32 {
+        if self == Optimizer::AdamW8 { 2 * 4 } else { 0 }
+    }
+
+    /// Bytes of state per parameter, without scales.
     pub fn state_bytes(self) -> u32 {
         match self {
             Optimizer::AdamW | Optimizer::Other => 8,
             Optimizer::Lion => 4,
+            Optimizer::AdamW8 => 2,
             Optimizer::Adafactor => 0,
         }
     }

@@ -20,6 +20,7 @@ pub mod int8;
 pub mod isa;
 mod lent_threads;
 pub mod loss;
+pub mod moments8;
 pub mod muon;
 pub mod norm;
 pub mod optim;

@@ -7,7 +7,7 @@
 //! decoupled (Loshchilov & Hutter 2019) unless said otherwise: `p *= 1 - lr * weight_decay`.
 //!
 //! Bytes a parameter with a 16-bit copy: AdamW 30 (read weight, gradient and two moments, write
-//! three and the copy); LAMB 24 + 18 in two passes; SGD with momentum and Lion 22; Adafactor
+//! three and the copy), with moments of eight bits ([`moments8`](crate::cpu::moments8)) 18.5; LAMB 24 + 18 in two passes; SGD with momentum and Lion 22; Adafactor
 //! 4 + 8 + 14 in three passes. These
 //! kernels run at memory bandwidth. Muon is in [`muon`](crate::cpu::muon).
 
@@ -180,7 +180,7 @@ pub fn adamw<T: Element>(
 }
 
 simd_fn! {
-    fn adamw_range[T: Element](
+    pub(super) fn adamw_range[T: Element](
         s: S, hyper: AdamW, gradient_scale: f32, step_size: f32, root: f32, gradients: &[f32], params: &mut [f32],
         first: &mut [f32], second: &mut [f32], copy: Option<&mut [T]>,
     ) {

@@ -9,6 +9,7 @@ use crate::cpu::reduce;
 use crate::error::{Result, TensorError};
 use crate::{Computes, Cost, DType, Device, Element, On, Tensor, bf16, cuda, ensure_shape, f16};
 
+pub use crate::cpu::moments8::{self, Moment};
 pub use crate::cpu::muon::{Muon, MuonScale};
 pub use kernels::{Adafactor, AdamW, Decay, Lion, Sgd, StepSize};
 
@@ -94,6 +95,50 @@ pub fn adamw(
     with_copy!(OP, operands, cost, cuda: |gpu| cuda::adamw(gpu, hyper, step, &operands, first, second), cpu: |cpu, master, gradient, copy| {
         let (first, second) = (first.get_mut::<f32>(), second.get_mut::<f32>());
         kernels::adamw(cpu, hyper, step, scale, master, gradient, first, second, copy)
+    })
+}
+
+/// As [`adamw`], with moments of eight bits: `first` and `second` have [`moments8::words`]
+/// elements. On the CPU only.
+pub fn adamw8(
+    hyper: AdamW,
+    step: u64,
+    operands: OptimizerOperands<'_>,
+    first: &mut Tensor,
+    second: &mut Tensor,
+) -> Result<()> {
+    const OP: &str = "adamw8";
+    let cost = operands.check(OP, &[first, second])?;
+    let words = moments8::words(operands.master.elements());
+    for moment in [&*first, &*second] {
+        ensure_shape!(moment.elements() == words, OP, "{moment:?} of {:?}", operands.master);
+    }
+    let scale = operands.gradient_scale;
+    let not_there = || TensorError::NotImplemented { device: "cuda", op: OP };
+    with_copy!(OP, operands, cost, cuda: |_gpu| Err(not_there()), cpu: |cpu, master, gradient, copy| {
+        let (first, second) = (first.get_mut::<f32>(), second.get_mut::<f32>());
+        moments8::adamw8(cpu, hyper, step, scale, master, gradient, first, second, copy)
+    })
+}
+
+/// Encodes the f32 `values` of a moment into `blocks`, of [`moments8::words`] elements. On the CPU
+/// only.
+///
+/// # Errors
+/// Other dtypes, other numbers of elements, and a GPU.
+pub fn encode_moment(moment: Moment, values: &Tensor, blocks: &mut Tensor) -> Result<()> {
+    const OP: &str = "encode_moment";
+    for tensor in [values, &*blocks] {
+        if tensor.dtype() != DType::F32 {
+            return Err(TensorError::DType { op: OP, expected: "f32", got: tensor.dtype() });
+        }
+    }
+    let elements = values.elements();
+    ensure_shape!(blocks.elements() == moments8::words(elements), OP, "{blocks:?} of {values:?}");
+    let cost = Cost::new(4 * elements, values.bytes() + blocks.bytes()).on(DType::F32, [elements]);
+    values.device().launch(OP, cost, |cpu| {
+        moments8::encode(cpu.isa, moment, values.get::<f32>(), blocks.get_mut::<f32>());
+        Ok(())
     })
 }
 

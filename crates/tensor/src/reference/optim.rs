@@ -17,6 +17,22 @@ pub fn adamw(h: AdamW, step: u64, p: &mut [f64], g: &[f64], m: &mut [f64], v: &m
     }
 }
 
+/// The eight-bit codes of a block of a moment, decoded: each element becomes the nearest number
+/// among the largest magnitude of the block times `2^e (1 + f / 8)`. The first moment (`signed`)
+/// has 127 magnitudes and 0. The second has 255, and only 0 becomes 0.
+pub fn moment8(signed: bool, block: &[f64]) -> Vec<f64> {
+    let scale = block.iter().fold(2.0f64.powi(-90), |most, x| most.max(x.abs()));
+    let magnitude = |below: i32| 2.0f64.powi(-(below + 7).div_euclid(8)) * (1.0 + f64::from((8 - below % 8) % 8) / 8.0);
+    let mut table: Vec<f64> = (0..if signed { 127 } else { 255 }).map(magnitude).collect();
+    table.extend(signed.then_some(0.0));
+    let nearest = |x: f64| {
+        let apart = |number: &f64| (x.abs() - number * scale).abs();
+        let found = table.iter().min_by(|a, b| apart(a).total_cmp(&apart(b))).expect("a table has numbers");
+        if x == 0.0 { 0.0 } else { found * scale * x.signum() }
+    };
+    block.iter().map(|x| nearest(*x)).collect()
+}
+
 /// LAMB of one tensor; updates weights and moments.
 pub fn lamb(h: AdamW, step: u64, p: &mut [f64], g: &[f64], m: &mut [f64], v: &mut [f64]) {
     let before = p.to_vec();

@@ -208,7 +208,7 @@ fn reductions_s(program: &Program, priced: &[Priced]) -> f64 {
 /// `share` of the parameters.
 fn adapted_share(kernel: &str, share: f64) -> f64 {
     match kernel {
-        "linear_weight_gradient" | "accumulate" | "sum_of_squares" | "adamw" | "lion" | "adafactor" => share,
+        "linear_weight_gradient" | "accumulate" | "sum_of_squares" | "adamw" | "adamw8" | "lion" | "adafactor" => share,
         "embedding_backward" => 0.0,
         // One of three products of the head is its weight gradient.
         "linear_cross_entropy_with_gradients" => 2.0 / 3.0,

@@ -45,6 +45,7 @@ pub fn setup(resolved: &Resolved) -> Result<Setup> {
             ReduceDtype::Bf16 => ReduceFormat::Bf16,
         },
         optimizer: match resolved.optimizer.name {
+            OptimizerName::AdamW if resolved.optimizer.state_bits == 8 => Optimizer::AdamW8,
             OptimizerName::AdamW => Optimizer::AdamW,
             OptimizerName::Lion => Optimizer::Lion,
             OptimizerName::Adafactor => Optimizer::Adafactor,
@@ -80,6 +81,7 @@ fn of_edit(edit: &Edit) -> Option<Vec<String>> {
         }
         Edit::Codec { code: Code::TopK, .. } => Some(vec!["compression.gradients=top_k".to_owned()]),
         Edit::Codec { code: Code::LowRank, .. } => Some(vec!["compression.gradients=power_sgd".to_owned()]),
+        Edit::OptimizerBytes { .. } => Some(vec!["optimizer.state_bits=8".to_owned()]),
         Edit::Integers => Some(vec!["precision.int8=switchback".to_owned()]),
         Edit::FakeQuantisation => Some(vec!["quantization.aware=4".to_owned()]),
         Edit::Adapters { .. } => Some(vec!["fine_tuning.adapter=lora".to_owned()]),
@@ -104,7 +106,12 @@ pub fn knows(base: &Setup, setup: &Setup, load: &dyn Fn(&[String]) -> Result<Con
 }
 
 /// Settings that only some setups have, with the values that they have if unset.
-const DEFAULTS: [&str; 3] = ["parallel.reduce_dtype=f32", "parallel.reshard_after_forward=true", "parallel.prefetch=1"];
+const DEFAULTS: [&str; 4] = [
+    "parallel.reduce_dtype=f32",
+    "parallel.reshard_after_forward=true",
+    "parallel.prefetch=1",
+    "optimizer.state_bits=32",
+];
 
 /// Every setting of a setup.
 fn all(setup: &Setup) -> Vec<String> {
@@ -118,6 +125,8 @@ fn all(setup: &Setup) -> Vec<String> {
     // Every format that levers choose has settings.
     sets.extend(here::precision(&[setup.candidate.format]).unwrap_or_default());
     sets.extend(setup.optimizer.name().map(|name| format!("optimizer.name={name}")));
+    let state_bits = if setup.optimizer == Optimizer::AdamW8 { 8 } else { 32 };
+    sets.push(format!("optimizer.state_bits={state_bits}"));
     sets.extend(setup.edits.iter().filter_map(of_edit).flatten());
     sets
 }

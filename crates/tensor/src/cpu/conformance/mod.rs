@@ -10,6 +10,7 @@ mod experts;
 mod fp8;
 mod grid;
 mod int8;
+mod moments8;
 mod norm;
 mod optim;
 mod plain;
