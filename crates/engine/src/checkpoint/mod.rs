@@ -148,7 +148,7 @@ impl Encoded<'_> {
     fn decoded(
         &self,
         size: usize,
-        mut to: impl FnMut(&[u8]) -> Result<(), CheckpointError>,
+        to: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
     ) -> Result<(), CheckpointError> {
         const BLOCK_BYTES: usize = 4 * moments8::BLOCK_WORDS;
         let at_once = (size / (4 * moments8::BLOCK)).max(1);
@@ -232,7 +232,7 @@ impl Bytes<'_> {
                 }
                 Ok(())
             }
-            Bytes::Encoded(moment) => moment.decoded(size, to),
+            Bytes::Encoded(moment) => moment.decoded(size, &mut to),
         }
     }
 }

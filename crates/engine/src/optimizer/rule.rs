@@ -68,7 +68,7 @@ impl Rule {
 
     /// The code in which the state tensor `slot` lies; None for f32.
     pub(super) fn encoding(self, slot: usize) -> Option<Moment> {
-        (self == Rule::Moments8).then(|| if slot == 0 { Moment::First } else { Moment::Second })
+        (self == Rule::Moments8).then_some(if slot == 0 { Moment::First } else { Moment::Second })
     }
 
     /// Number of elements of the whole parameter's state tensor `slot`, and the range of them that
