@@ -48,8 +48,8 @@ pub enum Probe {
         /// The model.
         model: Model,
     },
-    /// Sums and casts of buffers with this many elements, the kernels of a reduction; and updates of
-    /// as many parameters with moments of eight bits, which no probe's model has.
+    /// Sums and casts of buffers with this many elements, the kernels of a reduction; and updates
+    /// of as many parameters with moments of eight bits, which no probe's model has.
     Sums {
         /// Ranks and threads.
         layout: Layout,

@@ -60,7 +60,8 @@ impl Optimizer {
         }
     }
 
-    /// Bytes of scales of the state for each 32 parameters, as in [`trainyard_program::StateBytes`].
+    /// Bytes of scales of the state for each 32 parameters, as in
+    /// [`trainyard_program::StateBytes`].
     pub fn scale_bytes(self) -> u32 {
         if self == Optimizer::AdamW8 { 2 * 4 } else { 0 }
     }

@@ -7,9 +7,9 @@
 //! decoupled (Loshchilov & Hutter 2019) unless said otherwise: `p *= 1 - lr * weight_decay`.
 //!
 //! Bytes a parameter with a 16-bit copy: AdamW 30 (read weight, gradient and two moments, write
-//! three and the copy), with moments of eight bits ([`moments8`](crate::cpu::moments8)) 18.5; LAMB 24 + 18 in two passes; SGD with momentum and Lion 22; Adafactor
-//! 4 + 8 + 14 in three passes. These
-//! kernels run at memory bandwidth. Muon is in [`muon`](crate::cpu::muon).
+//! three and the copy), with moments of eight bits ([`moments8`](crate::cpu::moments8)) 18.5; LAMB
+//! 24 + 18 in two passes; SGD with momentum and Lion 22; Adafactor 4 + 8 + 14 in three passes.
+//! These kernels run at memory bandwidth. Muon is in [`muon`](crate::cpu::muon).
 
 use crate::cpu::Cpu;
 use crate::cpu::reduce::sum_of_squares;
