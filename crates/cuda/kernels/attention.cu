@@ -299,7 +299,8 @@ KERNEL(attention_bias_gradient)(const T* q, const T* kv, const T* dout, const fl
     sum_diagonals<ROWS, COLUMNS>(found, COLUMNS, partials + (((i64)head * parts + part) * shifts.count + (int)blockIdx.x % shifts.count) * (ROWS + COLUMNS - 1));
 }
 
-// dbias [heads, 2 reach - 1] from the sums of blocks, of tiles of `rows` queries and `columns` keys.
+// dbias [heads, 2 reach - 1] from the sums of blocks, of tiles of `rows` queries and `columns`
+// keys.
 KERNEL(attention_bias_sum)(const float* partials, float* dbias, int heads, int reach, int parts, int rows, int columns) {
     Shifts shifts = shifts_of(reach, rows, columns);
     int distances = 2 * reach - 1;

@@ -7,9 +7,10 @@
 #define LOG2E 1.4426950408889634f
 
 // Begins to copy COUNT rows of D columns from row `first` on, zeros for those before row 0, at
-// `last` and beyond, and for columns that the head does not have. A thread has one piece of every THREADS / (D / 8)-th
-// row, so that what it computes of addresses is the same for all of them: `to` is where the first
-// piece lies, `apart` elements further the next. UNROLLED at a time: more take more registers.
+// `last` and beyond, and for columns that the head does not have. A thread has one piece of every
+// THREADS / (D / 8)-th row, so that what it computes of addresses is the same for all of them: `to`
+// is where the first piece lies, `apart` elements further the next. UNROLLED at a time: more take
+// more registers.
 template <int D, int COUNT, int UNROLLED> DEVICE void copy_pieces(T *to, int apart, const T *source, i64 stride, int first, int last, int head_dim) {
     const int step = THREADS / (D / 8);
     static_assert(COUNT % step == 0 && step % 8 == 0, "threads keep their piece of a row");

@@ -298,32 +298,39 @@ fn emulated_kernels_train_like_the_cpu() {
             trainyard_testing::skip_part("the GPU has no products of eight bits");
             continue;
         }
-        let (expected, _) = trial.run(&Device::cpu(Isa::detect(), 1, None), 4);
-        for form in forms(&trial) {
-            let on = |seed| {
-                let (tested, gpu) = device(seed);
-                gpu.as_cuda().unwrap().choose_attention(trial.settings.compute, Some(form)).unwrap();
-                let result = trial.run(&gpu, 4);
-                assert_eq!(tested.problems(), [""; 0], "{sets:?}");
-                result
-            };
-            let (outcomes, weights) = on(0);
-            for (got, want) in outcomes.iter().zip(&expected) {
-                let near = |a: f64, b: f64| (a - b).abs() <= tolerance * b.abs();
-                assert!(near(got.loss, want.loss), "loss {} and {} on the CPU, {sets:?}", got.loss, want.loss);
-                let norms = (got.gradient_norm, want.gradient_norm);
-                assert!(near(norms.0, norms.1), "gradient norm {norms:?}, {sets:?}");
-                // A step of bf16 may tip a token to another expert.
-                if trial.settings.compute == DType::F32 {
-                    check_routing(got, want);
-                }
-            }
-            // The model learns, and the bits are the same in whatever order the fake driver runs
-            // the streams.
-            assert!(outcomes[3].loss < outcomes[0].loss);
-            assert!(on(7).1 == weights, "{sets:?}");
+        for outcomes in train_like_the_cpu(&trial, sets, tolerance) {
+            assert!(outcomes[3].loss < outcomes[0].loss, "{sets:?}: nothing was learnt");
         }
     }
+}
+
+/// Trains four steps in each form of attention, and checks them against the CPU's. The bits are the
+/// same in whatever order the fake driver runs the streams. Returns the steps of each form.
+fn train_like_the_cpu(trial: &Trial, sets: &[&str], tolerance: f64) -> Vec<Vec<StepOutcome>> {
+    let (expected, _) = trial.run(&Device::cpu(Isa::detect(), 1, None), 4);
+    let in_form = |form| {
+        let on = |seed| {
+            let (tested, gpu) = device(seed);
+            gpu.as_cuda().unwrap().choose_attention(trial.settings.compute, Some(form)).unwrap();
+            let result = trial.run(&gpu, 4);
+            assert_eq!(tested.problems(), [""; 0], "{sets:?}");
+            result
+        };
+        let (outcomes, weights) = on(0);
+        for (got, want) in outcomes.iter().zip(&expected) {
+            let near = |a: f64, b: f64| (a - b).abs() <= tolerance * b.abs();
+            assert!(near(got.loss, want.loss), "loss {} and {} on the CPU, {sets:?}", got.loss, want.loss);
+            let norms = (got.gradient_norm, want.gradient_norm);
+            assert!(near(norms.0, norms.1), "gradient norm {norms:?}, {sets:?}");
+            // A step of bf16 may tip a token to another expert.
+            if trial.settings.compute == DType::F32 {
+                check_routing(got, want);
+            }
+        }
+        assert!(on(7).1 == weights, "{sets:?}");
+        outcomes
+    };
+    forms(trial).into_iter().map(in_form).collect()
 }
 
 /// Checks that tokens went the same ways, to the balance losses' rounding.

@@ -483,13 +483,11 @@ pub fn freezing(now: &Setup, place: &Place) -> Offers {
     one(&format!("the first {blocks} blocks are frozen"), now.edited(Edit::Freeze { blocks }).filter(|_| blocks > 0))
 }
 
-/// MLPs without a quarter of their width.
+/// Three quarters of the blocks.
 pub fn structured_pruning(now: &Setup, _: &Place) -> Offers {
-    let ffn = (now.ffn * 3 / 4).next_multiple_of(16);
-    one(
-        &format!("MLPs of width {ffn}, from {} (trainyard prune)", now.ffn),
-        Setup { ffn, ..now.clone() }.edited(Edit::Pruned),
-    )
+    let layers = now.layers * 3 / 4;
+    let words = format!("{layers} blocks, from {} (trainyard prune)", now.layers);
+    one(&words, Setup { layers, ..now.clone() }.edited(Edit::Pruned).filter(|_| layers > 0))
 }
 
 /// Two of four weights are zero.

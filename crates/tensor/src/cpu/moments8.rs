@@ -12,14 +12,14 @@
 //!
 //! The second moment divides the first by its root. It is rounded up from below the smallest code,
 //! because an update by a moment that vanished would be divided by `eps` alone. The paper's codes
-//! move the border between exponent and fraction to cover seven decimal orders in blocks of 2,048;
-//! blocks of 32 need no more than these.
+//! move the border between exponent and fraction, which takes a search or a table; these take a
+//! shift.
 //!
 //! 72 bytes hold both moments of 32 elements, 2.25 a parameter, which take 8 in f32. A step moves
 //! 18.5 bytes a parameter with a 16-bit copy, where AdamW in f32 moves 30.
 
 use super::optim::{AdamW, adamw_range};
-use super::rows::for_elements;
+use super::rows::{ELEMENTS_ALIGN, for_elements};
 use super::threads::Shares;
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::Element;
@@ -30,6 +30,8 @@ use std::ops::Range;
 pub const BLOCK: usize = 32;
 /// `f32` words of a block: its scale, then its codes, four a word.
 pub const BLOCK_WORDS: usize = 1 + BLOCK / 4;
+// Threads begin with whole blocks.
+const _: () = assert!(ELEMENTS_ALIGN.is_multiple_of(BLOCK));
 /// Elements that are decoded at a time: their moments stay in the first cache.
 const SPAN: usize = 16 * BLOCK;
 /// Bits of a float's fraction that a code leaves out.
