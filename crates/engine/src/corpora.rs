@@ -319,9 +319,8 @@ impl Corpora {
             false => None,
         };
         let curriculum = data.curriculum_start.zip(data.curriculum_steps);
-        let global = resolved.batch.global as u64;
         let curriculum =
-            curriculum.map(|(start, steps)| LengthCurriculum { start, samples: steps.saturating_mul(global) });
+            curriculum.map(|(start, steps)| LengthCurriculum { start, samples: resolved.batches().sequences(steps) });
         let length = resolved.sequence_length;
         let spans = resolved.spans.map(|s| corruption(&self.tokenizer, vocab_size, s.shape, s.paired, length));
         let span_corruption = spans.transpose()?;

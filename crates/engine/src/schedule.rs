@@ -24,7 +24,7 @@ pub(crate) fn usual_warmup(steps: u64) -> u64 {
 }
 
 /// A schedule; everything but the step.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+#[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Schedule {
     /// The shape.
     pub kind: ScheduleKind,
@@ -41,6 +41,17 @@ pub struct Schedule {
     /// Steps of the run; `None` while they are not known: then the rate stays at the peak after the
     /// warmup.
     pub steps: Option<u64>,
+    /// The stages of a batch warm-up, in order; empty without one.
+    pub stages: Vec<RateStage>,
+}
+
+/// Steps whose learning rate has a factor, because their batch is smaller.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct RateStage {
+    /// The step, from 0, at which the next stage begins.
+    pub end: u64,
+    /// The factor.
+    pub factor: f64,
 }
 
 impl Schedule {
@@ -52,6 +63,12 @@ impl Schedule {
     /// The learning rate of step `step` as a share of the peak. Some parameters have their own
     /// peak.
     pub fn factor(&self, step: u64) -> f64 {
+        let stage = self.stages.iter().find(|stage| step < stage.end);
+        stage.map_or(1.0, |stage| stage.factor) * self.of_whole_batch(step)
+    }
+
+    /// As [`Schedule::factor`], of the whole batch.
+    fn of_whole_batch(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
             return (step + 1) as f64 / (self.warmup_steps + 1) as f64;
         }
@@ -116,6 +133,7 @@ mod tests {
                 decay_steps: case["decay"].as_u64(),
                 decay_shape: name(DecayShape::ALL, DecayShape::name, case["decay_shape"].as_str().unwrap_or("linear")),
                 steps: case["total"].as_u64(),
+                stages: Vec::new(),
             };
             let want = case["lr"].as_array().unwrap();
             assert_eq!(want.len() as u64, schedule.steps.unwrap());
@@ -136,6 +154,7 @@ mod tests {
             decay_steps: None,
             decay_shape: DecayShape::Linear,
             steps: None,
+            stages: Vec::new(),
         };
         assert_eq!(schedule.learning_rate(1_000_000), 1.0, "the peak while the end is not known");
         for kind in ScheduleKind::ALL {

@@ -77,7 +77,8 @@ pub struct Session {
     pub rank: Rank,
     /// The programs of a step: without and with a snapshot at its end. Where replicas train apart,
     /// these are the programs of an inner step, and those of an outer step follow. Where the codec
-    /// of gradients has a warm-up, the programs of its steps follow in the same order.
+    /// of gradients has a warm-up, the programs of its steps follow in the same order. Those of the
+    /// stages of a batch warm-up follow all of these, in the same order each.
     pub programs: Vec<Program>,
     /// Predicted memory and cost of a step.
     pub prediction: StepNeeds,
@@ -220,23 +221,12 @@ impl Session {
         let spec = model_spec(&resolved)?;
         crate::shape::model_notes(&resolved, &spec).iter().for_each(|line| note(line));
         let Opened { tokenizer, dataset, validation, held_back, validation_names } = data.opened(&resolved, &spec)?;
-        let dtype = compute_dtype(&resolved);
         let own = world.rank() as u32;
         let model = shape::model_of(&resolved, spec.clone(), own)?;
         let batch = shape::batch_shape(&resolved, &model);
-        let shape = shape::model_shape(&model, &batch, dtype)?;
-        let strategy = shape::strategy(&resolved, model.units().len())?;
-        let own_programs =
-            |strategy: &Strategy| shape::programs(&shape, &shape::mesh(&resolved), strategy, world.rank() as u32);
-        let mut programs = Vec::from(own_programs(&strategy)?);
-        let outer = shape::outer_strategies(&resolved, &strategy);
-        for strategy in &outer {
-            programs.extend(own_programs(strategy)?);
-        }
-        if resolved.compression.warmup_steps > 0 {
-            for strategy in std::iter::once(&strategy).chain(&outer) {
-                programs.extend(own_programs(&Strategy { warms_up: true, ..strategy.clone() })?);
-            }
+        let mut programs = Vec::new();
+        for batch in resolved.batches().all() {
+            programs.extend(step_programs(&resolved.with_batch(batch), &model, own)?);
         }
         let choice = collectives::choose(&resolved, &world)?;
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
@@ -356,8 +346,11 @@ impl Session {
     /// [`shape::outer_strategies`], or the common one, with or without a snapshot at its end.
     pub(crate) fn program_place(&self, step: u64, outer: Option<usize>, snapshot: bool) -> usize {
         let place = 2 * outer.map_or(0, |number| 1 + number) + usize::from(snapshot);
+        let batches = self.resolved.batches();
+        let of_batch = self.programs.len() / batches.all().count();
         let warms_up = step < self.resolved.compression.warmup_steps;
-        place + if warms_up { self.programs.len() / 2 } else { 0 }
+        let batch = batches.stage(step).map_or(0, |stage| 1 + stage);
+        place + if warms_up { of_batch / 2 } else { 0 } + batch * of_batch
     }
 
     fn check_room(&self, note: &mut impl FnMut(&str)) -> Result<()> {
@@ -599,6 +592,21 @@ fn int8(resolved: &Resolved, model: &Model) -> Option<String> {
              scale for each row{without}; validation and generation do without"
         )
     })
+}
+
+/// A rank's programs of a step of one batch, in the order of [`Session::programs`].
+fn step_programs(resolved: &Resolved, model: &Model, rank: u32) -> Result<Vec<Program>> {
+    let batch = shape::batch_shape(resolved, model);
+    let shape = shape::model_shape(model, &batch, compute_dtype(resolved))?;
+    let strategy = shape::strategy(resolved, model.units().len())?;
+    let mut strategies = vec![strategy.clone()];
+    strategies.extend(shape::outer_strategies(resolved, &strategy));
+    if resolved.compression.warmup_steps > 0 {
+        let warm: Vec<_> = strategies.iter().map(|strategy| Strategy { warms_up: true, ..strategy.clone() }).collect();
+        strategies.extend(warm);
+    }
+    let of = |strategy| shape::programs(&shape, &shape::mesh(resolved), strategy, rank);
+    Ok(strategies.iter().map(of).collect::<Result<Vec<_>, _>>()?.concat())
 }
 
 /// A note on the effect of `training.cuda_graphs`, unless it is off.

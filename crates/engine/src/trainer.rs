@@ -9,7 +9,7 @@ mod spikes;
 
 use crate::checkpoint::{BackgroundWriter, Event};
 use crate::clock::Clock;
-use crate::config::{InnerSteps, OnSpike, Resolved};
+use crate::config::{InnerSteps, OnSpike};
 use crate::early_stopping::StoppedEarly;
 use crate::evaluate::slices;
 use crate::health::Suspicion;
@@ -281,7 +281,7 @@ impl<'s> Run<'s> {
             left.set_steps(steps);
         }
         let mut clock = Clock {
-            schedule: Schedule { steps, ..session.resolved.schedule },
+            schedule: Schedule { steps, ..session.resolved.schedule.clone() },
             steps,
             limits,
             left,
@@ -519,6 +519,7 @@ impl<'s> Run<'s> {
             None if taken.takes_part() => self.time_inner_step(outcome.computed.as_secs_f64()),
             None => {}
         }
+        self.begin_batch()?;
         Ok(outcome)
     }
 
@@ -744,7 +745,8 @@ impl<'s> Run<'s> {
 
 /// A loader of the samples that follow those consumed.
 fn loader(session: &Session) -> Result<Loader> {
-    let Resolved { config, batch, .. } = &session.resolved;
+    let config = &session.resolved.config;
+    let batch = session.resolved.batches().of(session.state.step);
     let settings = LoaderConfig {
         micro_batch_size: batch.micro,
         workers: config.data.workers,

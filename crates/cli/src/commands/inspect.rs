@@ -251,15 +251,15 @@ fn fed(dataset: &Dataset, resolved: &Resolved, number: u64, tokenizer: &Tokenize
     let (index, ranges) = dataset.locate(number);
     let corpus = &dataset.corpora()[index];
     let row = dataset.micro_batch(number, 1)?;
-    let (global, micro) = (resolved.batch.global as u64, resolved.batch.micro as u64);
-    let accumulation = resolved.batch.accumulation as u64;
-    let micro_batch = number % global / micro;
+    let (steps, batch, in_step) = resolved.batches().place(number);
+    let (micro, accumulation) = (batch.micro as u64, batch.accumulation as u64);
+    let micro_batch = in_step / micro;
     let place = Place {
         epoch: number as f64 / dataset.samples_per_epoch() as f64,
-        step: number / global + 1,
+        step: steps + 1,
         rank: micro_batch / accumulation,
         micro_batch: micro_batch % accumulation,
-        row: number % micro,
+        row: in_step % micro,
     };
     Ok(Sample {
         number,

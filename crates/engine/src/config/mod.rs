@@ -15,6 +15,7 @@
 //! [`Inputs`].
 
 mod batch;
+mod batch_warmup;
 mod device;
 mod error;
 mod inner_steps;
@@ -58,6 +59,7 @@ mod tests;
 mod value;
 
 pub use batch::{Batch, BatchError};
+pub use batch_warmup::{BatchStage, BatchWarmup, BatchWarmupRate, Batches};
 pub use device::DeviceKind;
 pub use error::{ConfigError, Origin, Problem};
 pub use inner_steps::InnerSteps;

@@ -8,7 +8,7 @@ use super::resolve_model::ModelShape;
 use super::resolve_spans::SpanSettings;
 use super::sections::*;
 use super::value::ConfigValue;
-use super::{Apart, Batch, Config, ConfigError, DeviceKind, Origin, Parallel, ServerRule};
+use super::{Apart, Batch, BatchStage, Batches, Config, ConfigError, DeviceKind, Origin, Parallel, ServerRule};
 use crate::averaging::Averaging;
 use crate::consolidation::Consolidation;
 use crate::constraints::WeightConstraints;
@@ -200,8 +200,10 @@ pub struct Resolved {
     pub config: Config,
     /// The model.
     pub model: ModelSource,
-    /// The batch.
+    /// The batch; of a run with a warm-up of it, that after the warm-up.
     pub batch: Batch,
+    /// The steps with smaller batches, in order.
+    pub batch_stages: Vec<BatchStage>,
     /// Tokens of a sequence; of images, the positions of one.
     pub sequence_length: usize,
     /// The images; None for text.
@@ -257,7 +259,7 @@ impl Resolved {
             (None, Some(_)) => usual_warmup(steps),
             _ => self.schedule.warmup_steps,
         };
-        Schedule { steps: Some(steps), warmup_steps, ..self.schedule }
+        Schedule { steps: Some(steps), warmup_steps, ..self.schedule.clone() }
     }
 
     /// The checkpointing mode of block `block`: the tensors it keeps from forward for backward.
@@ -294,14 +296,18 @@ impl Config {
         let parallel = r.parallel(inputs);
         r.distillation(&parallel);
         let batch = r.batch(parallel.data_degree());
+        let batch_stages = r.batch_stages(batch);
         r.extent(batch, sequence_length);
         r.elastic(&parallel, batch);
         let (apart, server, compression) = r.exchanges(&parallel, batch);
-        r.divisions(&parallel, batch, sequence_length, &model);
-        let limits = r.limits(inputs, batch, sequence_length);
+        let batches = Batches { whole: batch, stages: &batch_stages };
+        for batch in batches.all() {
+            r.divisions(&parallel, batch, sequence_length, &model);
+        }
+        let limits = r.limits(inputs, batches, sequence_length);
         let optimizer = r.optimizer();
         r.averaging_extent(optimizer.averaging, limits);
-        let schedule = r.schedule(optimizer.learning_rate, limits.steps);
+        let schedule = r.schedule(optimizer.learning_rate, batches, limits.steps);
         r.precision();
         let (grid, grid_begin) = r.quantization(limits).unzip();
         let pruning = r.pruning(limits, optimizer.averaging);
@@ -329,6 +335,7 @@ impl Config {
             config: r.config,
             model,
             batch,
+            batch_stages,
             sequence_length,
             images: r.images,
             spans: r.spans,
@@ -570,7 +577,7 @@ impl Resolver {
         }
     }
 
-    fn limits(&mut self, inputs: &Inputs, batch: Batch, sequence_length: usize) -> Limits {
+    fn limits(&mut self, inputs: &Inputs, batches: Batches<'_>, sequence_length: usize) -> Limits {
         let TrainingSection { steps, epochs, tokens, seconds, skipped_steps_max, .. } = self.config.training;
         self.count("training.skipped_steps_max", Some(skipped_steps_max), 1, u64::MAX);
         self.count("training.steps", steps, 1, u64::MAX);
@@ -582,19 +589,20 @@ impl Resolver {
                 "nothing ends the training: give training.steps, training.epochs, training.tokens or training.seconds";
             self.problem("training.steps", message);
         }
-        let per_step = (batch.global as u64).saturating_mul(sequence_length as u64).max(1);
-        let global = batch.global;
+        let global = batches.whole.global;
+        let warmup = if batches.stages.is_empty() { "" } else { " and the smaller batches of batch_warmup" };
         let by_tokens = tokens.map(|tokens| {
             let because = format!(
-                "{tokens} tokens / (global_batch_size {global} x sequence_length {sequence_length}), rounded up"
+                "{tokens} tokens / (global_batch_size {global} x sequence_length {sequence_length}){warmup}, rounded up"
             );
-            (tokens.div_ceil(per_step), because)
+            (batches.steps(tokens.div_ceil(sequence_length.max(1) as u64)), because)
         });
         let by_epochs = epochs.zip(inputs.sequences_per_epoch).map(|(epochs, sequences)| {
-            let because =
-                format!("{epochs} epochs x {sequences} sequences of the data / global_batch_size {global}, rounded up");
+            let because = format!(
+                "{epochs} epochs x {sequences} sequences of the data / global_batch_size {global}{warmup}, rounded up"
+            );
             // The cast saturates: a float that is too large becomes the largest count.
-            (((epochs * sequences as f64 / global.max(1) as f64).ceil() as u64).max(1), because)
+            (batches.steps((epochs * sequences as f64).ceil() as u64).max(1), because)
         });
         let derived = [by_tokens, by_epochs].into_iter().flatten().min_by_key(|(steps, _)| *steps);
         if let (None, Some((derived, because))) = (steps, &derived) {
@@ -604,15 +612,16 @@ impl Resolver {
         // Where replicas leave out steps, the samples of a run are not known before it.
         let is_even = self.config.update.inner_steps == super::InnerSteps::Equal;
         if let (None, Some(steps), Some(sequences), true) = (epochs, steps, inputs.sequences_per_epoch, is_even) {
-            let passes = steps as f64 * global as f64 / sequences.max(1) as f64;
-            let because = format!("{steps} steps x global_batch_size {global} / {sequences} sequences of the data");
+            let passes = batches.sequences(steps) as f64 / sequences.max(1) as f64;
+            let because =
+                format!("{steps} steps x global_batch_size {global}{warmup} / {sequences} sequences of the data");
             // Four digits after the point are enough for a reader.
             self.fill("training.epochs", &((passes * 1e4).round() / 1e4), because);
         }
         Limits { steps, seconds }
     }
 
-    fn schedule(&mut self, peak: f64, steps: Option<u64>) -> Schedule {
+    fn schedule(&mut self, peak: f64, batches: Batches<'_>, steps: Option<u64>) -> Schedule {
         let section = self.config.schedule.clone();
         let ScheduleSection { kind, .. } = section;
         let (default, because) = match steps {
@@ -642,7 +651,8 @@ impl Resolver {
             self.unused("schedule.decay_shape", &section.decay_shape, "only wsd has decays of several shapes");
         }
         let decay_steps = section.decay_steps;
-        let schedule = Schedule { kind, peak, min_ratio, warmup_steps, decay_steps, decay_shape, steps };
+        let stages = self.batch_warmup_rates(batches, steps);
+        let schedule = Schedule { kind, peak, min_ratio, warmup_steps, decay_steps, decay_shape, steps, stages };
         if let (Some(steps), Some(decay)) = (steps, decay_steps) {
             if warmup_steps.saturating_add(decay) > steps && warmup_steps <= steps {
                 let message = format!(

@@ -23,7 +23,7 @@ pub(super) struct Taken {
 impl Taken {
     /// Those of the step that follows.
     pub(super) fn of_next(session: &Session) -> Taken {
-        let global = session.resolved.batch.global as u64;
+        let global = session.resolved.batches().of(session.state.step).global as u64;
         let Some(round) = &session.state.round else { return Taken { participation: None, samples: global } };
         let (replica, replicas) = session.rank.replica();
         let of_replica = global / replicas as u64;
@@ -112,6 +112,17 @@ impl Run<'_> {
     /// The loss and norm to record for a step: of a replica that waits, those of its last one.
     pub(super) fn shown(&self, outcome: &StepOutcome) -> [f64; 2] {
         if outcome.waits_for_round() { self.last } else { [outcome.loss, outcome.gradient_norm] }
+    }
+
+    /// Begins a stage of a batch warm-up, if the next step is its first. The loader has made
+    /// batches of the old size ahead.
+    pub(super) fn begin_batch(&mut self) -> Result<()> {
+        let (step, batches) = (self.session.state.step, self.session.resolved.batches());
+        if batches.stage(step) != batches.stage(step.saturating_sub(1)) {
+            self.progress.note(&format!("from step {} on, a step has {} sequences", step + 1, batches.of(step).global));
+            self.loader = loader(self.session)?;
+        }
+        Ok(())
     }
 
     /// Begins the round that follows `ended`. A loader makes batches ahead as if the numbers stayed

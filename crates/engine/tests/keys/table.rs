@@ -312,6 +312,13 @@ pub const ROWS: &[Row] = &[
     row("training.micro_batch_size", &[], &["training.micro_batch_size=4"], Losses),
     row("training.global_batch_size", &[], &["training.global_batch_size=4"], Losses),
     row("training.accumulation_steps", &[], &["training.accumulation_steps=2"], Program),
+    row("training.batch_warmup", &["training.accumulation_steps=2"], &["training.batch_warmup=[[2, 2]]"], Losses),
+    row(
+        "training.batch_warmup_rate",
+        &["training.accumulation_steps=2", "training.batch_warmup=[[2, 2]]"],
+        &["training.batch_warmup_rate=constant"],
+        Losses,
+    ),
     row("training.elastic_bits", &["training.accumulation_steps=4"], &["training.elastic_bits=true"], Program),
     row(
         "training.deterministic",
