@@ -13,11 +13,13 @@
 //! | [`Study`] | decides between a new trial, going on with one, and the end |
 //! | [`Journal`] | the events of a study in a file |
 //! | [`NoiseScale`] | how large a batch still pays, from norms of gradients |
+//! | [`Branches`] | the same from training with several batches to one loss |
 //!
 //! Early stopping is asynchronous successive halving (ASHA; Li et al., "A system for massively
 //! parallel hyperparameter tuning", MLSys 2020): a trial pauses at each rung, and only the best of
 //! those that reached it go on. Population-based training is that of Jaderberg et al., 2017.
 
+mod branches;
 mod descent;
 mod halving;
 mod journal;
@@ -29,6 +31,7 @@ pub mod samplers;
 mod space;
 mod study;
 
+pub use branches::{Branch, Branches};
 pub use journal::{Journal, JournalError};
 pub use noise::{NoiseScale, Norms};
 pub use random::Stream;

@@ -4,10 +4,13 @@
 //! device; nothing is tried. The largest that pays follows from the gradient's noise scale. It is
 //! measured on a run that trains for a while first: from its checkpoint, many small batches and a
 //! few large ones of the same text are run at a learning rate that changes no weight, and the norms
-//! of their gradients are compared.
+//! of their gradients are compared. With `--branch`, trainings from the checkpoint with several
+//! batches measure it too.
 
+use super::branches::{self, STILL};
+use super::copies::{Origin, alone, log_of};
 use super::new_folder;
-use super::trials::{Children, Ended, Folder, Start};
+use super::trials::{Folder, Start};
 use crate::commands::config::{load, plan, resolve};
 use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
@@ -18,16 +21,14 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use trainyard_base::format_bytes;
-use trainyard_engine::config::{Config, OptimizerName, Resolved};
+use trainyard_engine::config::{Config, Resolved};
 use trainyard_engine::largest::{LargestBatch, ROWS_MAX, Room, largest_batch};
 use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
-use trainyard_tune::{NoiseScale, Norms};
+use trainyard_tune::{Branches, NoiseScale, Norms};
 
 /// Small batches that make a large one.
 const PARTS: usize = 16;
-/// A learning rate that changes no weight in f32.
-const STILL: &str = "1e-30";
 
 /// Find the largest batch that fits, by prediction, and the largest that still pays, by the
 /// gradient's noise scale.
@@ -49,8 +50,13 @@ pub struct BatchArgs {
     /// Large batches whose gradients are measured. More take longer and narrow the interval.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(4..=4096))]
     samples: u32,
+    /// Also train branches with several batches and learning rates, each for the same number of
+    /// sequences, and take the critical batch from the sequences that they need to one loss. Takes
+    /// as long as some hundred steps; needs validation text.
+    #[arg(long)]
+    branch: bool,
     /// Say only what fits.
-    #[arg(long, conflicts_with_all = ["steps"])]
+    #[arg(long, conflicts_with_all = ["steps", "branch"])]
     memory_only: bool,
     /// Print one JSON object.
     #[arg(long)]
@@ -67,6 +73,9 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     report.find_what_fits()?;
     if !args.memory_only {
         report.check_noise()?;
+        if args.branch && !report.resolved.validation {
+            bail!("--branch compares losses on held-back text: set data.validation or data.validation_fraction");
+        }
         let stop = Arc::<AtomicBool>::default();
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&stop)).context("signal handling")?;
@@ -75,7 +84,14 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
             Some(folder) => Folder::at(folder),
             None => train(args, &report.resolved, &stop)?,
         };
-        report.noise = Some(measure(args, &report.resolved, &run, &stop)?);
+        let origin = Origin::newest(&report.resolved, &run, &stop)?;
+        let mut noise = measure(args, &origin)?;
+        if args.branch {
+            let center = nearest_batch(&noise.scale, origin.resolved.batch.data_parallel_degree);
+            let batches = branches::around(center, origin.resolved.batch.data_parallel_degree);
+            noise.branches = Some(branches::measure(&origin, &batches)?);
+        }
+        report.noise = Some(noise);
         if report.fits.is_none() {
             // The vocabulary is known now.
             report.resolved = of_run(run.path())?;
@@ -109,26 +125,25 @@ fn train(args: &BatchArgs, resolved: &Resolved, stop: &AtomicBool) -> Result<Fol
     Ok(run)
 }
 
-/// The noise scale at the newest checkpoint of `run`.
-fn measure(args: &BatchArgs, resolved: &Resolved, run: &Folder, stop: &AtomicBool) -> Result<Noise> {
-    let step = run.newest_step().with_context(|| format!("{} has no checkpoint", run.path().display()))?;
-    let degree = resolved.batch.data_parallel_degree;
-    let micro = (resolved.batch.global / (PARTS * degree)).max(1);
+/// The noise scale at `origin`.
+fn measure(args: &BatchArgs, origin: &Origin<'_>) -> Result<Noise> {
+    let degree = origin.resolved.batch.data_parallel_degree;
+    let micro = (origin.resolved.batch.global / (PARTS * degree)).max(1);
     let (small, large) = (micro * degree, PARTS * micro * degree);
     let samples = args.samples as usize;
     note(&format!(
         "measuring gradients at step {}: {} batches of {small} and {} of {large} sequences",
-        count(step),
+        count(origin.step),
         count((samples * PARTS) as u64),
         count(samples as u64)
     ));
+    let mut sets = origin.rates(STILL);
+    if origin.resolved.validation {
+        sets.extend(["evaluation.tokens_max=1", "evaluation.interval_steps=auto"].map(str::to_owned));
+    }
     let squares = |name: &str, accumulation: usize, batches: usize| -> Result<Vec<f64>> {
-        let copy = run.beside(name);
-        copy.copy_from(run, step)?;
-        let norms = norms(resolved, &copy, (micro, accumulation), step, batches as u64, stop);
-        let removed = fs::remove_dir_all(copy.path());
-        let norms = norms?;
-        removed.with_context(|| format!("cannot remove {}", copy.path().display()))?;
+        let read = |run: &Folder| norms(run, origin.step, batches as u64);
+        let norms = origin.train(name, (micro, accumulation), batches as u64, &sets, read)?;
         Ok(norms.into_iter().map(|norm| norm * norm).collect())
     };
     let of_small = squares("small", 1, samples * PARTS)?;
@@ -140,51 +155,12 @@ fn measure(args: &BatchArgs, resolved: &Resolved, run: &Folder, stop: &AtomicBoo
         .map(|(small, large)| Norms { small: mean(small), large: *large })
         .collect();
     let scale = NoiseScale::measured(&norms, small, large).context("the gradients' norms are not finite")?;
-    Ok(Noise { scale, step, run: run.path().to_owned() })
+    Ok(Noise { scale, step: origin.step, run: origin.run.path().to_owned(), branches: None })
 }
 
-/// The norms of `batches` batches of `accumulation` x `micro` sequences per data-parallel rank,
-/// from `step` of the run in `copy` on. The weights stay as they are.
-fn norms(
-    resolved: &Resolved,
-    copy: &Folder,
-    (micro, accumulation): (usize, usize),
-    step: u64,
-    batches: u64,
-    stop: &AtomicBool,
-) -> Result<Vec<f64>> {
-    let mut sets: Vec<String> = [
-        format!("training.micro_batch_size={micro}"),
-        format!("training.accumulation_steps={accumulation}"),
-        "training.global_batch_size=auto".to_owned(),
-        format!("training.steps={}", step + batches + 1),
-        "training.tokens=auto".to_owned(),
-        "training.epochs=auto".to_owned(),
-        "training.seconds=auto".to_owned(),
-        format!("optimizer.learning_rate={STILL}"),
-        "schedule.kind=constant".to_owned(),
-        "schedule.warmup_steps=0".to_owned(),
-        "schedule.decay_steps=auto".to_owned(),
-        "schedule.decay_shape=auto".to_owned(),
-        "schedule.min_ratio=auto".to_owned(),
-        "health.on_spike=warn".to_owned(),
-        "metrics.jsonl=true".to_owned(),
-    ]
-    .to_vec();
-    if resolved.optimizer.name == OptimizerName::Muon {
-        sets.push(format!("optimizer.matrix_learning_rate={STILL}"));
-    }
-    if resolved.validation {
-        sets.push("evaluation.tokens_max=1".to_owned());
-        sets.push("evaluation.interval_steps=auto".to_owned());
-    }
-    if resolved.config.evaluation.early_stopping_patience.is_some() {
-        sets.push("evaluation.early_stopping_patience=auto".to_owned());
-        sets.push("evaluation.early_stopping_min_delta=auto".to_owned());
-    }
-    let until = Some(step + batches);
-    alone(Start { trial: 0, folder: copy, config: None, sets: &[], changed: &sets, until, log: log_of(copy) }, stop)?;
-    let path = copy.path().join("metrics.jsonl");
+/// The norms of the gradients of the `batches` steps of `run` after `step`.
+fn norms(run: &Folder, step: u64, batches: u64) -> Result<Vec<f64>> {
+    let path = run.path().join("metrics.jsonl");
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let own = lines.filter(|line| line["step"].as_u64().is_some_and(|at| at > step));
@@ -199,30 +175,30 @@ fn norms(
     Ok(norms)
 }
 
-/// Trains a single run. Its messages are kept if it fails.
-fn alone(start: Start<'_>, stop: &AtomicBool) -> Result<()> {
-    let (run, log) = (start.folder.path().display().to_string(), start.log.clone());
-    let mut children = Children::default();
-    children.start(start)?;
-    match children.finish(stop)?.into_iter().next() {
-        Some((_, Ended::Done { .. })) => {
-            fs::remove_file(&log).with_context(|| format!("cannot remove {}", log.display()))
-        }
-        Some((_, Ended::Failed { why, .. })) => bail!("{run} failed: {why}; its messages are in {}", log.display()),
-        Some((_, Ended::Stopped)) | None => bail!("asked to stop while {run} trained"),
-    }
-}
-
-/// The file of a run's messages, beside its folder.
-fn log_of(run: &Folder) -> PathBuf {
-    run.path().with_file_name(format!("{}.log", run.name()))
-}
-
 struct Noise {
     scale: NoiseScale,
     /// The step and the run at which it was measured.
     step: u64,
     run: PathBuf,
+    /// The critical batch by training, if it was asked for.
+    branches: Option<Branches>,
+}
+
+impl Noise {
+    /// The critical batch: that of the branches if they were trained.
+    fn critical(&self) -> NoiseScale {
+        self.branches.as_ref().map_or(self.scale, |branches| branches.scale)
+    }
+}
+
+/// The power of two times `degree` that is nearest to the critical batch, by ratio.
+fn nearest_batch(critical: &NoiseScale, degree: usize) -> usize {
+    let most = if critical.sequences.is_finite() { critical.sequences } else { critical.low };
+    let mut each = 1;
+    while (2 * each * degree) as f64 <= most * 2f64.sqrt() {
+        each *= 2;
+    }
+    each * degree
 }
 
 struct Report {
@@ -273,14 +249,8 @@ impl Report {
     /// The batch to take, and the settings for it: a power of two times the data-parallel degree,
     /// at most the noise scale.
     fn advice(&self) -> Option<(usize, Vec<String>)> {
-        let noise = self.noise.as_ref()?.scale;
         let degree = self.resolved.batch.data_parallel_degree;
-        let most = if noise.sequences.is_finite() { noise.sequences } else { noise.low };
-        let mut each = 1;
-        // The nearest power of two by ratio.
-        while (2 * each * degree) as f64 <= most * 2f64.sqrt() {
-            each *= 2;
-        }
+        let each = nearest_batch(&self.noise.as_ref()?.critical(), degree) / degree;
         let fits = self.fits.flatten().map_or(each, |fits| fits.rows);
         let mut micro = each;
         while micro > fits.max(1) {
@@ -314,7 +284,8 @@ impl Report {
                 )
             }
         };
-        let Some(Noise { scale, step, run }) = &self.noise else { return text };
+        let Some(noise) = &self.noise else { return text };
+        let Noise { scale, step, run, branches } = noise;
         let sequences = |n: f64| if n.is_finite() { format!("{n:.1}") } else { "no limit".to_owned() };
         text += &format!(
             "noise   {} sequences ({} tokens) at step {} of {}; 95 % interval {} to {}\n",
@@ -329,6 +300,10 @@ impl Report {
             sequences(scale.low),
             sequences(scale.high)
         );
+        if let Some(branches) = branches {
+            text += &branches::words(branches, length);
+        }
+        let scale = &noise.critical();
         let Some((batch, sets)) = self.advice() else { return text };
         let now = self.resolved.batch.global;
         if scale.sequences.is_finite() && scale.sequences > 0.0 {
@@ -394,6 +369,7 @@ impl Report {
                 "low": noise.scale.low,
                 "high": noise.scale.high.is_finite().then_some(noise.scale.high),
             })),
+            "branches": self.noise.as_ref().and_then(|noise| noise.branches.as_ref()).map(branches::json),
             "pays": self.advice().map(|(batch, sets)| json!({ "global_batch_size": batch, "sets": sets })),
         })
     }
@@ -425,7 +401,7 @@ mod tests {
             resolved: config.resolve(&inputs).unwrap(),
             fits: Some(Some(LargestBatch { rows, bytes: 1 << 20, bytes_of_next: Some(2 << 20) })),
             limit: "1.0 MiB".to_owned(),
-            noise: Some(Noise { scale, step: 10, run: PathBuf::from("runs/x") }),
+            noise: Some(Noise { scale, step: 10, run: PathBuf::from("runs/x"), branches: None }),
         }
     }
 

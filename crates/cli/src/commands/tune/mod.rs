@@ -1,6 +1,8 @@
 //! `trainyard tune`: searches for good settings, and the size of a batch. Every trial is a run.
 
 mod batch;
+mod branches;
+mod copies;
 mod search;
 mod transfer;
 mod trials;
