@@ -14,8 +14,8 @@ use trainyard_tune::{Branch, Branches};
 const EVALUATIONS: u64 = 8;
 /// Steps of the largest batch's branches.
 const STEPS_OF_LARGEST: usize = 16;
-/// Learning rates of a batch, as multiples of the run's at that batch.
-const RATES: [f64; 3] = [0.5, 1.0, 2.0];
+/// Most times that a batch's learning rate is halved, or doubled.
+const HALVINGS_MAX: u32 = 4;
 /// A learning rate that changes no weight in f32.
 pub const STILL: f64 = 1e-30;
 
@@ -43,26 +43,27 @@ pub fn measure(origin: &Origin<'_>, batches: &[usize]) -> Result<Branches> {
     let largest = batches.iter().copied().max().unwrap_or(1);
     let sequences = STEPS_OF_LARGEST * largest;
     note(&format!(
-        "training branches from step {}: {} batches with {} learning rates each, {} sequences",
+        "training branches from step {}: {} batches with several learning rates each, {} sequences",
         count(step),
         batches.len(),
-        RATES.len(),
         count(sequences as u64)
     ));
     let before = curve(origin, "still", largest, STILL, 1)?;
     let loss_before = before.first().map(|(_, loss)| *loss).context("no evaluation of the checkpoint")?;
     let mut branches = Vec::new();
     for &batch in batches {
-        for factor in RATES {
-            let rate = factor * rate_of(resolved.optimizer.name, batch, resolved.batch.global);
-            let steps = sequences.div_ceil(batch) as u64;
-            let name = format!("branch-{batch}-{factor}");
+        let usual = rate_of(resolved.optimizer.name, batch, resolved.batch.global);
+        let mut train = |factor: f64| -> Result<f64> {
+            let (rate, steps) = (factor * usual, sequences.div_ceil(batch) as u64);
             let mut of_branch = vec![(0.0, loss_before)];
-            of_branch.extend(curve(origin, &name, batch, rate, steps)?);
+            of_branch.extend(curve(origin, &format!("branch-{batch}-{factor}"), batch, rate, steps)?);
             let branch = Branch { batch, rate, curve: of_branch };
-            note(&format!("{batch} sequences a step, learning rate x {rate:.3}: loss {:.4}", branch.best()));
+            let loss = branch.curve.last().map_or(f64::NAN, |(_, loss)| *loss);
+            note(&format!("{batch} sequences a step, learning rate x {rate:.3}: loss {loss:.4}"));
             branches.push(branch);
-        }
+            Ok(loss)
+        };
+        descend(&mut train)?;
     }
     match Branches::measured(&branches) {
         Some(found) => Ok(found),
@@ -72,6 +73,26 @@ pub fn measure(origin: &Origin<'_>, batches: &[usize]) -> Result<Branches> {
             count(step)
         ),
     }
+}
+
+/// Halves or doubles a factor of the learning rate, from 1 on, as long as the loss falls.
+fn descend(loss_at: &mut impl FnMut(f64) -> Result<f64>) -> Result<()> {
+    let first = loss_at(1.0)?;
+    for by in [0.5f64, 2.0] {
+        let mut least = first;
+        for times in 1..=HALVINGS_MAX {
+            let loss = loss_at(by.powi(times as i32))?;
+            // Also ends where a loss is not a number.
+            if loss.is_nan() || loss >= least {
+                break;
+            }
+            least = loss;
+        }
+        if least < first {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// (sequences, loss) of a branch of `steps` steps at `rate` times the run's learning rate.
@@ -153,6 +174,28 @@ mod tests {
         assert_eq!(text, want);
         let json = json(&found);
         assert_eq!((&json["batches"][1]["sequences"], &json["high"]), (&1800.4.into(), &Value::Null), "{json}");
+    }
+
+    #[test]
+    fn rates_are_halved_or_doubled_while_the_loss_falls() {
+        for (best, want) in
+            [(0.25, &[1.0, 0.5, 0.25, 0.125][..]), (1.0, &[1.0, 0.5, 2.0]), (2.0, &[1.0, 0.5, 2.0, 4.0])]
+        {
+            let mut tried = Vec::new();
+            descend(&mut |factor: f64| {
+                tried.push(factor);
+                Ok((factor / best).ln().powi(2))
+            })
+            .unwrap();
+            assert_eq!(tried, want, "{best}");
+        }
+        let mut tried = 0;
+        descend(&mut |factor: f64| {
+            tried += 1;
+            Ok(if factor < 1.0 { f64::NAN } else { -factor })
+        })
+        .unwrap();
+        assert_eq!(tried, 2 + 4, "no further than there are halvings");
     }
 
     #[test]
