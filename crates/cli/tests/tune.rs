@@ -247,15 +247,14 @@ fn a_batch_is_advised_by_memory_and_noise() {
         ran.stdout.contains(&format!("noise   {:.1} sequences", number("sequences"))),
         "the same run, the same noise"
     );
-    // Branches with several batches reach one loss; the answer is theirs.
+    // Branches with several batches on the same sequences; the answer is theirs.
     let branch = ["tune", "batch", "--run", "runs/batch-001", "--samples", "4", "--branch", "--json"];
     let branched = json(&folder.run(&branch).ok().stdout);
     let batches = branched["branches"]["batches"].as_array().unwrap();
-    assert_eq!(batches.len(), 5, "{branched}");
-    let sequences = |of: &Value| of["sequences"].as_f64().unwrap();
-    let most = 16.0 * batches[4]["global_batch_size"].as_f64().unwrap();
-    assert!(batches.iter().all(|of| 0.0 < sequences(of) && sequences(of) <= most), "{branched}");
-    assert!(branched["branches"]["loss"].as_f64().unwrap() < 6.0 && branched["noise"]["step"] == 10, "{branched}");
+    assert!(batches.len() >= 5, "{branched}");
+    let half = branched["branches"]["loss_of_half"].as_f64().unwrap();
+    assert!(batches[0]["loss"].as_f64().unwrap() < half && half < 6.0, "{branched}");
+    assert_eq!(branched["noise"]["step"], 10, "{branched}");
     let unheld = ["tune", "batch", "tiny.toml", "--branch", "--set", "data.validation_fraction=0"];
     assert!(folder.run(&unheld).stderr.contains("set data.validation"));
     // The run is as it was, and goes on.

@@ -7,7 +7,7 @@
 //! of their gradients are compared. With `--branch`, trainings from the checkpoint with several
 //! batches measure it too.
 
-use super::branches::{self, STILL};
+use super::branches;
 use super::copies::{Origin, alone, log_of};
 use super::new_folder;
 use super::trials::{Folder, Start};
@@ -30,6 +30,9 @@ use trainyard_tune::{Branches, NoiseScale, Norms};
 /// Small batches that make a large one.
 const PARTS: usize = 16;
 
+/// A learning rate that changes no weight in f32.
+const STILL: f64 = 1e-30;
+
 /// Find the largest batch that fits, by prediction, and the largest that still pays, by the
 /// gradient's noise scale.
 #[derive(clap::Args)]
@@ -50,9 +53,9 @@ pub struct BatchArgs {
     /// Large batches whose gradients are measured. More take longer and narrow the interval.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(4..=4096))]
     samples: u32,
-    /// Also train branches with five batches, each with several learning rates, for the same number
-    /// of sequences, and take the critical batch from the sequences that they need to one loss.
-    /// Takes as long as a thousand small steps; needs validation text.
+    /// Also train branches with five batches, each with several learning rates, on the same number of
+    /// sequences, and take the critical batch from their losses. Takes as long as a thousand small
+    /// steps; needs validation text.
     #[arg(long)]
     branch: bool,
     /// Say only what fits.

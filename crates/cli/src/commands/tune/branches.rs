@@ -1,23 +1,20 @@
 //! Branches of a run for `trainyard tune batch --branch`: from one checkpoint, trainings with
-//! several batches and learning rates, to see which batch reaches a loss with how many sequences.
+//! several batches and learning rates on the same sequences, to see how much a larger batch loses.
 
 use super::copies::Origin;
 use super::trials::Folder;
 use crate::output::{count, note};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
-use std::fs;
 use trainyard_engine::config::OptimizerName;
 use trainyard_tune::{Branch, Branches};
 
-/// Evaluations of a branch.
-const EVALUATIONS: u64 = 8;
-/// Steps of the largest batch's branches.
-const STEPS_OF_LARGEST: usize = 16;
+/// Steps of the branches of the largest batch around the noise scale.
+const STEPS_OF_LARGEST: usize = 32;
 /// Most times that a batch's learning rate is halved, or doubled.
-const HALVINGS_MAX: u32 = 4;
-/// A learning rate that changes no weight in f32.
-pub const STILL: f64 = 1e-30;
+const HALVINGS_MAX: i32 = 4;
+/// Most times that the largest batch is doubled, while it still pays.
+const DOUBLINGS_MAX: usize = 3;
 
 /// The batches of the branches around `center`: powers of two times `degree`, at least one each.
 pub fn around(center: usize, degree: usize) -> Vec<usize> {
@@ -37,42 +34,55 @@ fn micro(rows: usize, most: usize) -> usize {
     (1..=rows.min(most.max(1))).rev().find(|part| rows.is_multiple_of(*part)).unwrap_or(1)
 }
 
-/// Trains branches with `batches` and measures the critical batch.
+/// Trains branches with `batches`, smallest first, and measures the critical batch. Larger ones are
+/// added while the largest is better than the smallest on half of the sequences.
 pub fn measure(origin: &Origin<'_>, batches: &[usize]) -> Result<Branches> {
-    let (resolved, step) = (origin.resolved, origin.step);
-    let largest = batches.iter().copied().max().unwrap_or(1);
+    let smallest = batches.first().copied().unwrap_or(1);
+    let largest = batches.last().copied().unwrap_or(1);
     let sequences = STEPS_OF_LARGEST * largest;
     note(&format!(
-        "training branches from step {}: {} batches with several learning rates each, {} sequences",
-        count(step),
-        batches.len(),
+        "training branches from step {}: batches of {smallest} to {largest} on {} sequences, with several learning rates each",
+        count(origin.step),
         count(sequences as u64)
     ));
-    let before = curve(origin, "still", largest, STILL, 1)?;
-    let loss_before = before.first().map(|(_, loss)| *loss).context("no evaluation of the checkpoint")?;
-    let mut branches = Vec::new();
-    for &batch in batches {
-        let usual = rate_of(resolved.optimizer.name, batch, resolved.batch.global);
-        let mut train = |factor: f64| -> Result<f64> {
-            let (rate, steps) = (factor * usual, sequences.div_ceil(batch) as u64);
-            let mut of_branch = vec![(0.0, loss_before)];
-            of_branch.extend(curve(origin, &format!("branch-{batch}-{factor}"), batch, rate, steps)?);
-            let branch = Branch { batch, rate, curve: of_branch };
-            let loss = branch.curve.last().map_or(f64::NAN, |(_, loss)| *loss);
-            note(&format!("{batch} sequences a step, learning rate x {rate:.3}: loss {loss:.4}"));
-            branches.push(branch);
-            Ok(loss)
-        };
-        descend(&mut train)?;
+    let half = best(origin, smallest, sequences / 2)?.loss;
+    let mut branches = batches.iter().map(|batch| best(origin, *batch, sequences)).collect::<Result<Vec<_>>>()?;
+    for doubled in 1..=DOUBLINGS_MAX {
+        if branches.last().is_none_or(|last| last.loss.is_nan() || last.loss > half) {
+            break;
+        }
+        branches.push(best(origin, largest << doubled, sequences)?);
     }
-    match Branches::measured(&branches) {
+    match Branches::measured(half, &branches) {
         Some(found) => Ok(found),
         None => bail!(
-            "the loss of {loss_before:.4} at step {} did not fall with every batch: measure at another step (--steps, --run), or set a lower \
-             optimizer.learning_rate",
-            count(step)
+            "with {smallest} sequences a step, {} sequences from step {} on gave a loss of {:.4} and half of them {half:.4}, so nothing can \
+             be compared: measure at another step (--steps, --run)",
+            count(sequences as u64),
+            count(origin.step),
+            branches[0].loss
         ),
     }
+}
+
+/// The best branch of `batch` on so many sequences.
+fn best(origin: &Origin<'_>, batch: usize, sequences: usize) -> Result<Branch> {
+    let resolved = origin.resolved;
+    let usual = rate_of(resolved.optimizer.name, batch, resolved.batch.global);
+    let mut branches: Vec<Branch> = Vec::new();
+    descend(&mut |factor: f64| {
+        let rate = factor * usual;
+        let name = format!("branch-{batch}-{sequences}-{factor}");
+        let loss = trained(origin, &name, batch, rate, sequences.div_ceil(batch) as u64)?;
+        let in_all = count(sequences as u64);
+        note(&format!("{batch} sequences a step, {in_all} in all, learning rate x {rate:.3}: loss {loss:.4}"));
+        branches.push(Branch { batch, rate, loss });
+        Ok(loss)
+    })?;
+    // A loss that is not a number is the worst.
+    let order = |loss: f64| if loss.is_nan() { f64::INFINITY } else { loss };
+    let best = branches.into_iter().min_by(|a, b| order(a.loss).total_cmp(&order(b.loss)));
+    best.context("no branch was trained")
 }
 
 /// Halves or doubles a factor of the learning rate, from 1 on, as long as the loss falls.
@@ -81,7 +91,7 @@ fn descend(loss_at: &mut impl FnMut(f64) -> Result<f64>) -> Result<()> {
     for by in [0.5f64, 2.0] {
         let mut least = first;
         for times in 1..=HALVINGS_MAX {
-            let loss = loss_at(by.powi(times as i32))?;
+            let loss = loss_at(by.powi(times))?;
             // Also ends where a loss is not a number.
             if loss.is_nan() || loss >= least {
                 break;
@@ -95,40 +105,43 @@ fn descend(loss_at: &mut impl FnMut(f64) -> Result<f64>) -> Result<()> {
     Ok(())
 }
 
-/// (sequences, loss) of a branch of `steps` steps at `rate` times the run's learning rate.
-fn curve(origin: &Origin<'_>, name: &str, batch: usize, rate: f64, steps: u64) -> Result<Vec<(f64, f64)>> {
-    let (resolved, step) = (origin.resolved, origin.step);
+/// The loss of a branch of `steps` steps whose learning rate falls from `rate` times the run's to
+/// zero, so that branches are compared at rest.
+fn trained(origin: &Origin<'_>, name: &str, batch: usize, rate: f64, steps: u64) -> Result<f64> {
+    let resolved = origin.resolved;
     let each = batch / resolved.batch.data_parallel_degree;
     let micro = micro(each, resolved.batch.micro);
     let mut sets = origin.rates(rate);
-    sets.push(format!("evaluation.interval_steps={}", (steps / EVALUATIONS).max(1)));
-    let found = origin.train(name, (micro, each / micro), steps, &sets, evaluations)?;
-    let own = found.into_iter().filter(|(at, _)| *at > step);
-    Ok(own.map(|(at, loss)| ((at - step) as f64 * batch as f64, loss)).collect())
-}
-
-/// (step, loss) of every evaluation of a run.
-fn evaluations(run: &Folder) -> Result<Vec<(u64, f64)>> {
-    let path = run.path().join("evaluations.jsonl");
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    Ok(lines.filter_map(|line| Some((line["step"].as_u64()?, line["loss"].as_f64().unwrap_or(f64::NAN)))).collect())
+    sets.extend([
+        "evaluation.interval_steps=auto".to_owned(),
+        "schedule.kind=wsd".to_owned(),
+        format!("schedule.decay_steps={steps}"),
+        "schedule.min_ratio=0".to_owned(),
+        format!("training.steps={}", origin.step + steps),
+    ]);
+    let (step, loss) = origin.train(name, (micro, each / micro), steps, &sets, Folder::loss)?;
+    if step != origin.step + steps {
+        bail!("the branch {name} was not evaluated after its last step");
+    }
+    Ok(loss)
 }
 
 /// What the branches say, in lines.
 pub fn words(found: &Branches, length: usize) -> String {
     let scale = found.scale;
     let many = |n: f64| if n.is_finite() { format!("{n:.1}") } else { "no limit".to_owned() };
-    let mut text = format!("branch  batch   rate   sequences to loss {:.4}\n", found.target);
-    for (batch, rate, sequences) in &found.reached {
-        text += &format!("      {batch:>7} {rate:>6.2} {:>10}\n", count(sequences.round() as u64));
+    let mut text = "branch  batch   rate     loss\n".to_owned();
+    for Branch { batch, rate, loss } in &found.whole {
+        text += &format!("      {batch:>7} {rate:>6.2} {loss:>8.4}\n");
     }
+    let smallest = found.whole.first().map_or(0, |branch| branch.batch);
+    text += &format!("      {smallest:>7}        {:>8.4} on half of the sequences\n", found.half);
     let tokens = match scale.sequences.is_finite() {
         true => format!(" ({} tokens)", count((scale.sequences * length as f64) as u64)),
         false => String::new(),
     };
     text += &format!(
-        "critical batch {} sequences{tokens} by these; 95 % interval {} to {}\n",
+        "critical batch {} sequences{tokens} by these; interval {} to {}\n",
         many(scale.sequences),
         many(scale.low),
         many(scale.high)
@@ -139,13 +152,10 @@ pub fn words(found: &Branches, length: usize) -> String {
 /// What the branches say, for programs.
 pub fn json(found: &Branches) -> Value {
     let finite = |n: f64| n.is_finite().then_some(n);
-    let reached = found
-        .reached
-        .iter()
-        .map(|(batch, rate, sequences)| json!({"global_batch_size": batch, "rate": rate, "sequences": sequences}));
+    let of = |branch: &Branch| json!({"global_batch_size": branch.batch, "rate": branch.rate, "loss": branch.loss});
     json!({
-        "loss": found.target,
-        "batches": reached.collect::<Vec<_>>(),
+        "batches": found.whole.iter().map(of).collect::<Vec<_>>(),
+        "loss_of_half": found.half,
         "sequences": finite(found.scale.sequences),
         "low": found.scale.low,
         "high": finite(found.scale.high),
@@ -167,13 +177,18 @@ mod tests {
     #[test]
     fn the_critical_batch_is_in_words_and_in_json() {
         let scale = trainyard_tune::NoiseScale { sequences: 20.0, low: 15.0, high: f64::INFINITY };
-        let found = Branches { target: 2.5, reached: vec![(8, 0.5, 1400.0), (16, 0.7, 1800.4)], scale };
-        let text = words(&found, 64);
-        let want = "branch  batch   rate   sequences to loss 2.5000\n            8   0.50      1,400\n           16   0.70      1,800\n\
-                    critical batch 20.0 sequences (1,280 tokens) by these; 95 % interval 15.0 to no limit\n";
-        assert_eq!(text, want);
+        let branch = |batch: usize, rate: f64, loss: f64| Branch { batch, rate, loss };
+        let found = Branches { half: 2.6, whole: vec![branch(8, 0.5, 2.5), branch(16, 0.7, 2.55004)], scale };
+        let want = [
+            "branch  batch   rate     loss",
+            "            8   0.50   2.5000",
+            "           16   0.70   2.5500",
+            "            8          2.6000 on half of the sequences",
+            "critical batch 20.0 sequences (1,280 tokens) by these; interval 15.0 to no limit",
+        ];
+        assert_eq!(words(&found, 64).lines().collect::<Vec<_>>(), want);
         let json = json(&found);
-        assert_eq!((&json["batches"][1]["sequences"], &json["high"]), (&1800.4.into(), &Value::Null), "{json}");
+        assert_eq!((&json["batches"][1]["loss"], &json["high"]), (&2.55004.into(), &Value::Null), "{json}");
     }
 
     #[test]
@@ -195,7 +210,7 @@ mod tests {
             Ok(if factor < 1.0 { f64::NAN } else { -factor })
         })
         .unwrap();
-        assert_eq!(tried, 2 + 4, "no further than there are halvings");
+        assert_eq!(tried, 2 + HALVINGS_MAX, "no further than there are halvings");
     }
 
     #[test]

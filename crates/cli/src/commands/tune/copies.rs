@@ -27,7 +27,8 @@ impl<'a> Origin<'a> {
     }
 
     /// Trains a copy named `name` for `steps` steps of `accumulation` x `micro` sequences on each
-    /// data-parallel rank, with the keys in `sets`, and gives what `read` finds in it.
+    /// data-parallel rank, with the keys in `sets`, and gives what `read` finds in it. The learning
+    /// rate is constant unless `sets` say otherwise.
     pub fn train<T>(
         &self,
         name: &str,
