@@ -5,6 +5,7 @@
 //! in by name, and [`hf`](crate::hf) translates it from and to `config.json`.
 
 use crate::families::{self, Family, Input, MlpKind, Positions, Sizes};
+use crate::units::value_residual;
 use crate::{ModelError, Result};
 use serde::{Deserialize, Serialize};
 
@@ -350,6 +351,9 @@ pub struct ModelSpec {
     /// RMSNorm on each query and key head before the rotation (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
+    /// True if all blocks but the first mix their values with those of the first (Zhou et al. 2024).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub value_residual: bool,
     /// True if the head multiplies by the token table (Press & Wolf 2017).
     #[serde(default)]
     pub tie_embeddings: bool,
@@ -405,6 +409,10 @@ pub struct ModelSpec {
 
 /// The most blocks of a model.
 pub(crate) const LAYERS_MAX: usize = 1 << 14;
+
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
 
 fn default_init_std() -> f64 {
     0.02
@@ -550,6 +558,9 @@ impl ModelSpec {
             None => {}
         }
         self.family.validate(self)?;
+        if self.value_residual {
+            value_residual::check(self)?;
+        }
         match (self.sliding_window, &self.sliding_layers) {
             (Some(0), _) => return fail("sliding_window", "0: a token must at least see itself".into()),
             (None, Some(_)) => return fail("sliding_layers", "given without sliding_window".into()),

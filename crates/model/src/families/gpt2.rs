@@ -135,6 +135,7 @@ impl Definition for Gpt2 {
             o_bias: true,
             mlp_bias: true,
             qk_norm: false,
+            value_residual: false,
             tie_embeddings: true,
             experts: None,
             rope: None,

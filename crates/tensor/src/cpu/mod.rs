@@ -33,6 +33,7 @@ mod rows;
 pub mod simd;
 pub mod sparsity;
 pub mod threads;
+pub mod value_residual;
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
 pub(crate) mod tile_emulator;
 
