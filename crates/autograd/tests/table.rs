@@ -31,7 +31,9 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         ],
         "linear" => {
             let mut all = vec![example(&[&[5, 7]], &[&[9, 7]], |t, x| t.linear(&x[0], p(0), LinearOptions::default()))];
-            for activation in [Activation::Silu, Activation::GeluExact, Activation::GeluTanh] {
+            for activation in
+                [Activation::ReluSquared, Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
+            {
                 all.push(example(&[&[5, 7], &[5, 9]], &[&[9, 7], &[9]], move |t, x| {
                     t.linear(&x[0], p(0), LinearOptions { bias: Some(p(1)), activation, residual: Some(&x[1]) })
                 }));
@@ -237,7 +239,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         "glu" => [Activation::GeluExact, Activation::GeluTanh]
             .map(|a| example(&[&[5, 14]], &[], move |t, x| t.glu(&x[0], a)))
             .into(),
-        "activate" => [Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
+        "activate" => [Activation::ReluSquared, Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
             .map(|a| example(&[&[5, 14]], &[], move |t, x| t.activate(&x[0], a)))
             .into(),
         "embedding" => vec![example(&[], &[&[10, 6], &[5, 6], &[4, 6]], move |t, _| {

@@ -5,7 +5,6 @@
 //! in by name, and [`hf`](crate::hf) translates it from and to `config.json`.
 
 use crate::families::{self, Family, Input, MlpKind, Positions, Sizes};
-use crate::units::value_residual;
 use crate::{ModelError, Result};
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +20,8 @@ pub enum Activation {
     GeluTanh,
     /// `max(x, 0)`
     Relu,
+    /// `max(x, 0)²` (So et al. 2021, "Primer").
+    ReluSquared,
 }
 
 /// Rotary position embedding (Su et al. 2021).
@@ -459,7 +460,7 @@ impl ModelSpec {
         match self.family.form().mlp {
             MlpKind::Plain => false,
             MlpKind::Gated => true,
-            MlpKind::ByActivation => self.activation != Activation::Relu,
+            MlpKind::ByActivation => !matches!(self.activation, Activation::Relu | Activation::ReluSquared),
         }
     }
 
@@ -558,8 +559,8 @@ impl ModelSpec {
             None => {}
         }
         self.family.validate(self)?;
-        if self.value_residual {
-            value_residual::check(self)?;
+        if let Some(why) = ModelSpec::without_value_residual(self.family, self.layers).filter(|_| self.value_residual) {
+            return fail("value_residual", why);
         }
         match (self.sliding_window, &self.sliding_layers) {
             (Some(0), _) => return fail("sliding_window", "0: a token must at least see itself".into()),

@@ -746,5 +746,6 @@ pub(super) fn activation(activation: spec::Activation) -> Activation {
         spec::Activation::Gelu => Activation::GeluExact,
         spec::Activation::GeluTanh => Activation::GeluTanh,
         spec::Activation::Relu => Activation::Relu,
+        spec::Activation::ReluSquared => Activation::ReluSquared,
     }
 }

@@ -13,7 +13,7 @@
 use crate::families::{AttentionKind, Input, Parameters};
 use crate::parameter::{Init, ParameterKind};
 use crate::spec::ModelSpec;
-use crate::{ModelError, Result};
+use crate::{Family, Result};
 use trainyard_autograd::{ParamId, Tape, Var};
 use trainyard_tensor::Purpose;
 use trainyard_tensor::ops::HeadLayout;
@@ -32,20 +32,16 @@ pub(super) struct ValueResidual {
 /// V_1 on its way: rows of the width of the residual stream.
 pub(super) struct Carried(Var);
 
-/// Checks that a model can have value residuals.
-///
-/// # Errors
-/// Families whose blocks are not a chain of causal attention; one block.
-pub(crate) fn check(spec: &ModelSpec) -> Result<()> {
-    let fail = |problem: String| Err(ModelError::Spec { field: "value_residual", problem });
-    let form = spec.family.form();
-    if form.input != Input::Tokens || form.attention != AttentionKind::Causal {
-        return fail(format!("family {} has none: only models of one decoder have them, as gpt2 and llama", spec.family));
+impl ModelSpec {
+    /// The reason why a model of so many blocks has no value residuals; None if it can have them.
+    pub fn without_value_residual(family: Family, layers: usize) -> Option<String> {
+        let form = family.form();
+        if form.input != Input::Tokens || form.attention != AttentionKind::Causal {
+            return Some(format!("family {family} has none; models of one decoder have them, such as gpt2 and llama"));
+        }
+        let why = "a model of one block has no values to mix with those of the first; leave it out, or take more blocks";
+        (layers < 2).then(|| why.to_owned())
     }
-    if spec.layers < 2 {
-        return fail("a model of one block has no values to mix with the first: leave it out, or take more".into());
-    }
-    Ok(())
 }
 
 impl ValueResidual {

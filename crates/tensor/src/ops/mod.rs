@@ -67,6 +67,7 @@ fn form(activation: Activation) -> &'static str {
     match activation {
         Activation::None => "",
         Activation::Relu => "relu",
+        Activation::ReluSquared => "relu_squared",
         Activation::Silu => "silu",
         Activation::GeluExact => "gelu",
         Activation::GeluTanh => "gelu_tanh",

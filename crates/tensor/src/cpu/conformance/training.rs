@@ -126,8 +126,14 @@ fn rope_reports_positions_beyond_the_table_and_impossible_settings() {
     assert_eq!(rope_frequencies(4, 1e4, llama), Err(RopeError::Factors { low: 4.0, high: 4.0 }));
 }
 
-const ACTIVATIONS: [Activation; 5] =
-    [Activation::None, Activation::Relu, Activation::Silu, Activation::GeluExact, Activation::GeluTanh];
+const ACTIVATIONS: [Activation; 6] = [
+    Activation::None,
+    Activation::Relu,
+    Activation::ReluSquared,
+    Activation::Silu,
+    Activation::GeluExact,
+    Activation::GeluTanh,
+];
 
 dtypes! {
     fn activations_and_gated_units<T>() {
