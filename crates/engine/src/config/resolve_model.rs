@@ -1,11 +1,11 @@
 //! Resolves `[model]` and `[optimizer]`, the two sections whose keys depend most on each other.
 
 use super::presets::activation;
-use super::resolve::{Inputs, ModelSource, OptimizerSettings, Parallel, Resolver, Rope};
+use super::resolve::{Inputs, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::resolve_images::ImageSettings;
 use super::sections::*;
 use super::sections_experts::*;
-use super::{Config, ConfigError, DeviceKind, Origin, Section};
+use super::{Config, ConfigError, DeviceKind, Origin, Parallel, Section};
 use serde::Serialize;
 use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
 use trainyard_model::{ExpertsSpec, Family, Gate, ImageSpec, ModelSpec};

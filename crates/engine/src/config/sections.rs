@@ -341,7 +341,8 @@ section! {
         /// Biases in the MLP, in gpt2, vit and llama. Unset: true for gpt2 and vit, else false.
         mlp_bias: Option<bool> = None;
         /// RMSNorm on the queries and keys of each head (Qwen3, Gemma 3) or of all heads together
-        /// (OLMo 2). Not for phi3, vit and t5; of gpt2, no file of transformers has it. Unset: true for gemma3 and olmo2, which have no other, else false.
+        /// (OLMo 2). Not for phi3, vit and t5. Files of transformers have none for gpt2, so such a
+        /// model is not exported. Unset: true for gemma3 and olmo2, which have no other, else false.
         #[elsewhere("qk_layernorm", "use_qk_norm")]
         qk_norm: Option<bool> = None;
         /// Attention of every block but the first reads a mixture of its own values and of those of
