@@ -42,7 +42,8 @@ fn a_run_learns_and_resumes_with_the_same_bits_and_its_memory_is_predicted() {
         let steps = record(&folder, run, "metrics.jsonl");
         assert_eq!(steps[3]["mem_peak_bytes"], steps[3]["predicted_mem_peak_bytes"], "{run}");
     }
-    let [with, without] = ["whole", "plain"].map(|run| record(&folder, run, "metrics.jsonl")[3]["mem_peak_bytes"].as_u64());
+    let [with, without] =
+        ["whole", "plain"].map(|run| record(&folder, run, "metrics.jsonl")[3]["mem_peak_bytes"].as_u64());
     assert!(with > without, "{with:?} and {without:?}: values that travel take memory");
 
     // A run is evaluated as it evaluated itself, and says what it learnt.

@@ -10,8 +10,8 @@ use std::ops::Range;
 use trainyard_autograd::{Deferred, ParamId, Parameters, Place, Policy, RandomKey, Recording, Store, Tape, Var};
 use trainyard_model::families::{self, Sizes};
 use trainyard_model::{
-    Activation, BatchSlices, Exchange, Family, Forward, IGNORED, KvCache, Model, ModelError, ModelSpec, Output, Segment,
-    Segments, TensorSplit, Unit, Value,
+    Activation, BatchSlices, Exchange, Family, Forward, IGNORED, KvCache, Model, ModelError, ModelSpec, Output,
+    Segment, Segments, TensorSplit, Unit, Value,
 };
 use trainyard_program::{Change, Collective, Layout};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};

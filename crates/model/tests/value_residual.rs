@@ -67,8 +67,7 @@ fn check(device: &Device, policy: Policy) {
     let golden: Value = serde_json::from_str(&file).unwrap();
     for (name, spec) in models() {
         let (model, mut store) = model(spec, device);
-        let (loss, gradients) =
-            loss_and_gradients(&model, &mut store, device, &batch(&model, device), policy, true);
+        let (loss, gradients) = loss_and_gradients(&model, &mut store, device, &batch(&model, device), policy, true);
         let want = golden[name]["loss"].as_f64().unwrap();
         assert!((f64::from(loss) / want - 1.0).abs() <= TOLERANCE, "{name} on {device:?}: {loss} and {want}");
         let wanted = golden[name]["gradients"].as_object().unwrap();
@@ -79,8 +78,7 @@ fn check(device: &Device, policy: Policy) {
             let [norm, product] = [0, 1].map(|i| want[i].as_f64().unwrap());
             let ours: Vec<f64> = gradient.iter().map(|x| f64::from(*x)).collect();
             let our_norm = ours.iter().map(|x| x * x).sum::<f64>().sqrt();
-            let our_product: f64 =
-                ours.iter().zip(wave(ours.len(), index as f64 + 0.5)).map(|(a, b)| a * b).sum();
+            let our_product: f64 = ours.iter().zip(wave(ours.len(), index as f64 + 0.5)).map(|(a, b)| a * b).sum();
             for (ours, want) in [(our_norm, norm), (our_product, product)] {
                 let error = (ours - want).abs() / norm;
                 assert!(error <= TOLERANCE, "{name} on {device:?}: {parameter}: {ours} and {want}");

@@ -6,6 +6,7 @@
 
 mod context;
 mod relative;
+mod value_residual;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -170,19 +171,6 @@ fn operations_of_training_are_those_of_the_cpu() {
             let positions = o.integers(&[5], &[0, 1, 2, 7, 15]);
             let turn = |rotation| ops::rope(o.floats(1, &[5, 64]), LAYOUT, &table, &positions, rotation);
             Ok(vec![turn(Rotation::Forward)?, turn(Rotation::Backward)?])
-        }),
-        ("value residuals", |o| {
-            let (first, own, weights) = (o.floats(2, &[5, 16]), o.floats(3, &[5, 16]), o.floats(4, &[2]));
-            let (y, kept) = ops::value_residual(o.floats(1, &[5, 64]), LAYOUT, &first, &weights, true)?;
-            let (again, none) = ops::value_residual(o.floats(1, &[5, 64]), LAYOUT, &first, &weights, false)?;
-            assert!(none.is_none());
-            let (mut sums, mut added) = (o.wide(5, &[2])?, o.wide(5, &[2])?);
-            let dy = || o.floats(6, &[5, 64]);
-            let backward = ops::value_residual_backward;
-            let (dx, dfirst) = backward(dy(), LAYOUT, &own, &first, &weights, Some((&mut sums, true)))?;
-            backward(dy(), LAYOUT, &own, &first, &weights, Some((&mut added, false)))?;
-            let (frozen, _) = backward(dy(), LAYOUT, &own, &first, &weights, None)?;
-            Ok(vec![y, again, kept.unwrap(), dx, dfirst, frozen, sums, added])
         }),
         ("mixtures of experts", |o| {
             let gate = experts::Gate::Sigmoid;
