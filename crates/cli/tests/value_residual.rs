@@ -72,7 +72,7 @@ fn every_layout_gives_the_same_bits() {
         ("zero3", &[bits, batch, two, "parallel.zero_stage=3"]),
         ("full", &[bits, batch, "activation_checkpointing.mode=full"]),
         ("selective", &[bits, batch, "activation_checkpointing.mode=selective"]),
-        ("host", &[bits, batch, "memory.offload.activations=host"]),
+        ("disk", &[bits, batch, "memory.offload.activations=disk"]),
     ] {
         train(&folder, name, sets).ok();
         assert_eq!((losses(&folder, name), losses(&folder, name).len()), (losses(&folder, "one"), 12), "{name}");
