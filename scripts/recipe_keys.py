@@ -67,7 +67,7 @@ def run(a, name, settings, seed):
             # AdamW has no rate of matrices and refuses the recipe's, so the other keys of the recipe stand alone.
             sets.remove("training.recipe=fast")
             sets += ["schedule.kind=linear", "schedule.min_ratio=0"]
-        command = [a.trainyard, "train", a.config]
+        command = [a.trainyard, "train", "--quiet", a.config]
         for setting in sets:
             command += ["--set", setting]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

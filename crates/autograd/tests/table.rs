@@ -31,9 +31,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         ],
         "linear" => {
             let mut all = vec![example(&[&[5, 7]], &[&[9, 7]], |t, x| t.linear(&x[0], p(0), LinearOptions::default()))];
-            for activation in
-                [Activation::ReluSquared, Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
-            {
+            for activation in [Activation::ReluSquared, Activation::Silu, Activation::GeluExact, Activation::GeluTanh] {
                 all.push(example(&[&[5, 7], &[5, 9]], &[&[9, 7], &[9]], move |t, x| {
                     t.linear(&x[0], p(0), LinearOptions { bias: Some(p(1)), activation, residual: Some(&x[1]) })
                 }));

@@ -352,7 +352,8 @@ pub struct ModelSpec {
     /// RMSNorm on each query and key head before the rotation (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
-    /// True if all blocks but the first mix their values with those of the first (Zhou et al. 2024).
+    /// True if all blocks but the first mix their values with those of the first (Zhou et al.
+    /// 2024).
     #[serde(default, skip_serializing_if = "is_false")]
     pub value_residual: bool,
     /// True if the head multiplies by the token table (Press & Wolf 2017).

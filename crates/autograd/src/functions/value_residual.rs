@@ -3,8 +3,8 @@
 use super::prelude::*;
 use trainyard_tensor::ops::HeadLayout;
 
-/// `a V + b V_1` (Zhou et al. 2024) in the value columns of qkv; inputs are qkv, V_1 and the weights
-/// (a, b).
+/// `a V + b V_1` (Zhou et al. 2024) in the value columns of qkv; inputs are qkv, V_1 and the
+/// weights (a, b).
 #[derive(Clone, Debug)]
 pub struct ValueResidual {
     layout: HeadLayout,

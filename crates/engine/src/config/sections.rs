@@ -342,7 +342,8 @@ section! {
         mlp_bias: Option<bool> = None;
         /// RMSNorm on the queries and keys of each head (Qwen3, Gemma 3) or of all heads together
         /// (OLMo 2). Not for phi3, vit and t5. Files of transformers have none for gpt2, so such a
-        /// model is not exported. Unset: true for gemma3 and olmo2, which have no other, else false.
+        /// model is not exported. Unset: true for gemma3 and olmo2, which have no other, else
+        /// false.
         #[elsewhere("qk_layernorm", "use_qk_norm")]
         qk_norm: Option<bool> = None;
         /// Attention of every block but the first reads a mixture of its own values and of those of

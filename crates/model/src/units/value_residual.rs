@@ -39,7 +39,8 @@ impl ModelSpec {
         if form.input != Input::Tokens || form.attention != AttentionKind::Causal {
             return Some(format!("family {family} has none; models of one decoder have them, such as gpt2 and llama"));
         }
-        let why = "a model of one block has no values to mix with those of the first; leave it out, or take more blocks";
+        let why =
+            "a model of one block has no values to mix with those of the first; leave it out, or take more blocks";
         (layers < 2).then(|| why.to_owned())
     }
 }

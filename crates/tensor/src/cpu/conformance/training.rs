@@ -12,8 +12,8 @@ use crate::cpu::loss::{
     IGNORE, RowLosses, cross_entropy, cross_entropy_backward, cross_entropy_in_place, merge_statistics,
 };
 use crate::cpu::norm::HeadColumns;
-use crate::cpu::value_residual::{value_residual, value_residual_backward};
 use crate::cpu::rope::{RopeError, RopeScaling, RopeTable, Rotation, rope, rope_frequencies};
+use crate::cpu::value_residual::{value_residual, value_residual_backward};
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::Element;
 use crate::reference::{activation as curve, loss as oracle};
