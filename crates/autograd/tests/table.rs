@@ -31,7 +31,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         ],
         "linear" => {
             let mut all = vec![example(&[&[5, 7]], &[&[9, 7]], |t, x| t.linear(&x[0], p(0), LinearOptions::default()))];
-            for activation in [Activation::Silu, Activation::GeluExact, Activation::GeluTanh] {
+            for activation in [Activation::ReluSquared, Activation::Silu, Activation::GeluExact, Activation::GeluTanh] {
                 all.push(example(&[&[5, 7], &[5, 9]], &[&[9, 7], &[9]], move |t, x| {
                     t.linear(&x[0], p(0), LinearOptions { bias: Some(p(1)), activation, residual: Some(&x[1]) })
                 }));
@@ -183,12 +183,27 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
                 })
                 .collect()
         }
-        "split_columns" => vec![
+        "split_at" => vec![
             example(&[&[5, 7]], &[], |t, x| {
-                let [a, b] = t.split_columns(&x[0], 3)?;
+                let [a, b] = t.split_at(&x[0], 1, 3)?;
                 t.cat(&[&b, &a, &b], 1)
             }),
-            example(&[&[5, 7]], &[], |t, x| Ok(t.split_columns(&x[0], 3)?[1].clone())),
+            example(&[&[5, 7]], &[], |t, x| Ok(t.split_at(&x[0], -1, 3)?[1].clone())),
+            example(&[&[5, 7]], &[], |t, x| {
+                let [a, b] = t.split_at(&x[0], 0, 2)?;
+                t.cat(&[&b, &a], 0)
+            }),
+        ],
+        // Values that are used twice, and values of which V_1 is a view.
+        "value_residual" => vec![
+            example(&[&[5, layout.columns()], &[5, 12]], &[&[2]], move |t, x| {
+                t.value_residual(x[0].clone(), layout, &x[1], p(0))
+            }),
+            example(&[&[5, layout.columns()]], &[&[2]], move |t, x| {
+                let first = t.narrow(&x[0], 1, 36, 12)?;
+                let y = t.value_residual(x[0].clone(), layout, &first, p(0))?;
+                t.cat(&[&y, &first], 1)
+            }),
         ],
         "rope" => {
             let table = Arc::new(RopeTable::new(6, 1e4, RopeScaling::None, 16).unwrap());
@@ -222,7 +237,7 @@ fn examples(name: &str, device: &Device) -> Vec<Example> {
         "glu" => [Activation::GeluExact, Activation::GeluTanh]
             .map(|a| example(&[&[5, 14]], &[], move |t, x| t.glu(&x[0], a)))
             .into(),
-        "activate" => [Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
+        "activate" => [Activation::ReluSquared, Activation::Silu, Activation::GeluExact, Activation::GeluTanh]
             .map(|a| example(&[&[5, 14]], &[], move |t, x| t.activate(&x[0], a)))
             .into(),
         "embedding" => vec![example(&[], &[&[10, 6], &[5, 6], &[4, 6]], move |t, _| {

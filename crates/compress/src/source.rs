@@ -54,6 +54,11 @@ impl Source {
         if self.spec.experts.is_some() {
             return refuse("it is a mixture of experts, which cannot be compressed yet");
         }
+        if self.spec.value_residual {
+            return refuse(
+                "its blocks hand on the values of the first (model.value_residual), which cannot be compressed yet",
+            );
+        }
         if self.spec.encoder.is_some() {
             return refuse("it has an encoder beside its decoder, and only decoders can be compressed yet");
         }

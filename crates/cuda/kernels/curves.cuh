@@ -4,12 +4,14 @@
 #define SILU 2
 #define GELU 3
 #define GELU_TANH 4
+#define RELU_SQUARED 5
 
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 DEVICE float curve_value(int curve, float x) {
     switch (curve) {
     case RELU: return x > 0.0f || x != x ? x : 0.0f;
+    case RELU_SQUARED: return x > 0.0f || x != x ? x * x : 0.0f;
     case SILU: return x * sigmoid(x);
     // x P(x), by erfc, which keeps the digits of its lower tail.
     case GELU: return x * 0.5f * erfcf(x * -0.70710678f);
@@ -22,6 +24,7 @@ DEVICE float curve_value(int curve, float x) {
 DEVICE float curve_slope(int curve, float x) {
     switch (curve) {
     case RELU: return x > 0.0f ? 1.0f : 0.0f;
+    case RELU_SQUARED: return x > 0.0f ? 2.0f * x : 0.0f;
     case SILU: {
         float g = sigmoid(x);
         return g * (1.0f + x * (1.0f - g));

@@ -148,6 +148,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
             ConfigActivation::Gelu => Activation::Gelu,
             ConfigActivation::GeluTanh => Activation::GeluTanh,
             ConfigActivation::Relu => Activation::Relu,
+            ConfigActivation::ReluSquared => Activation::ReluSquared,
         },
         norm_eps: shape.norm_eps,
         norm_bias: usual.norm_bias && biases,
@@ -155,6 +156,7 @@ fn from_shape(shape: &ConfigShape) -> Result<ModelSpec> {
         o_bias: shape.output_bias,
         mlp_bias: shape.mlp_bias,
         qk_norm: shape.qk_norm,
+        value_residual: shape.value_residual,
         tie_embeddings: shape.tie_embeddings,
         rope: shape.rope.map(|rope| RopeSpec {
             theta: rope.theta,

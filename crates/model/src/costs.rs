@@ -229,7 +229,12 @@ impl ModelSpec {
             + when(self.o_bias, dim)
             + when(self.qk_norm, qk_norm);
         let input = self.image.as_ref().map_or(0, |image| image.patch_len() * dim);
-        input + self.layers * block + (0..self.layers).map(mlp).sum::<usize>() + self.head_parameters()
+        let value_residuals = when(self.value_residual, 2 * self.layers.saturating_sub(1));
+        input
+            + value_residuals
+            + self.layers * block
+            + (0..self.layers).map(mlp).sum::<usize>()
+            + self.head_parameters()
     }
 
     /// Elements of the parameters that every token of the encoder, and every token of the decoder,

@@ -12,6 +12,7 @@ pub fn initialise(cpu: &Cpu, seed: u64, id: ParamId, parameter: &ParameterSpec, 
     match parameter.init {
         Init::Zeros => out.fill(0.0),
         Init::Ones => out.fill(1.0),
+        Init::Constant { value } => out.fill(value),
         Init::Normal { .. } | Init::NormalRows { .. } => {
             let site = (id.unit << 12) | (id.index & 0xfff);
             let key = RandomKey { seed, step: RandomKey::INIT, site };

@@ -62,6 +62,13 @@ impl Model {
     ) -> Result<Model> {
         spec.validate()?;
         experts.check(&spec)?;
+        if spec.value_residual && split.ranks * context.ranks > 1 {
+            return Err(ModelError::Split(
+                "value residuals are not divided over tensor or context ranks: use data, pipeline or expert \
+                 parallelism, or leave out model.value_residual"
+                    .into(),
+            ));
+        }
         let division = (split.ranks != 1).then(|| Division::new(&spec, split)).transpose()?;
         let tables = |rope: &RopeSpec| Arc::new(RopeTables::new(rope, spec.head_dim));
         let [rope, local] = [&spec.rope, &spec.local_rope].map(|rope| rope.as_ref().map(tables));

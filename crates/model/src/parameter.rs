@@ -17,7 +17,7 @@ pub enum ParameterKind {
     Matrix,
     /// A table whose rows are looked up (and, if tied, multiplied by). It decays.
     Embedding,
-    /// The gain of a normalisation. It does not decay.
+    /// The gain of a normalisation, or another factor. It does not decay.
     Norm,
     /// An addend. It does not decay.
     Bias,
@@ -55,6 +55,11 @@ pub enum Init {
     Zeros,
     /// Ones.
     Ones,
+    /// One number for all.
+    Constant {
+        /// The number.
+        value: f32,
+    },
 }
 
 /// A tensor of the interchange format that is part of a parameter.
@@ -173,7 +178,7 @@ impl ParameterSpec {
         let (first, stds) = match self.init {
             Init::Normal { std } => (usize::MAX, [std; 2]),
             Init::NormalRows { first, stds } => (first * self.whole_shape().get(1).copied().unwrap_or(1), stds),
-            Init::Zeros | Init::Ones => return Vec::new(),
+            Init::Zeros | Init::Ones | Init::Constant { .. } => return Vec::new(),
         };
         let by_deviation = |(run, whole): (Range<usize>, usize)| {
             let at = first.saturating_sub(whole).min(run.len());

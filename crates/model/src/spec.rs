@@ -20,6 +20,8 @@ pub enum Activation {
     GeluTanh,
     /// `max(x, 0)`
     Relu,
+    /// `max(x, 0)²` (So et al. 2021, "Primer").
+    ReluSquared,
 }
 
 /// Rotary position embedding (Su et al. 2021).
@@ -350,6 +352,10 @@ pub struct ModelSpec {
     /// RMSNorm on each query and key head before the rotation (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
+    /// True if all blocks but the first mix their values with those of the first (Zhou et al.
+    /// 2024).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub value_residual: bool,
     /// True if the head multiplies by the token table (Press & Wolf 2017).
     #[serde(default)]
     pub tie_embeddings: bool,
@@ -406,6 +412,10 @@ pub struct ModelSpec {
 /// The most blocks of a model.
 pub(crate) const LAYERS_MAX: usize = 1 << 14;
 
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
 fn default_init_std() -> f64 {
     0.02
 }
@@ -451,7 +461,7 @@ impl ModelSpec {
         match self.family.form().mlp {
             MlpKind::Plain => false,
             MlpKind::Gated => true,
-            MlpKind::ByActivation => self.activation != Activation::Relu,
+            MlpKind::ByActivation => !matches!(self.activation, Activation::Relu | Activation::ReluSquared),
         }
     }
 
@@ -550,6 +560,9 @@ impl ModelSpec {
             None => {}
         }
         self.family.validate(self)?;
+        if let Some(why) = ModelSpec::without_value_residual(self.family, self.layers).filter(|_| self.value_residual) {
+            return fail("value_residual", why);
+        }
         match (self.sliding_window, &self.sliding_layers) {
             (Some(0), _) => return fail("sliding_window", "0: a token must at least see itself".into()),
             (None, Some(_)) => return fail("sliding_layers", "given without sliding_window".into()),

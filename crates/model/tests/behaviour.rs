@@ -22,6 +22,9 @@ fn small_models() -> Vec<(&'static str, ModelSpec)> {
         ..ModelSpec::gpt2(53, 24, 2, 4, 64)
     };
     vec![
+        ("gpt2 with value residuals", ModelSpec { value_residual: true, layers: 3, ..plain.clone() }),
+        ("mistral with value residuals", ModelSpec { value_residual: true, ..mistral.clone() }),
+        ("gpt2 with query/key norms", ModelSpec { qk_norm: true, ..ModelSpec::gpt2(53, 24, 2, 4, 64) }),
         ("gpt2", ModelSpec::gpt2(53, 24, 2, 4, 64)),
         ("gpt2 without biases", plain),
         ("llama", llama),

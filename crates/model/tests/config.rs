@@ -289,6 +289,8 @@ fn models_that_transformers_does_not_have_are_not_exported() {
         (ModelSpec { rope: rope(0.5), ..llama.clone() }, "part of a head"),
         (ModelSpec { sliding_window: Some(4), sliding_layers: Some(vec![1]), ..llama }, "in some layers only"),
         (ModelSpec { head_dim: 16, ..ModelSpec::gpt2(97, 32, 2, 4, 32) }, "dim / heads"),
+        (ModelSpec { qk_norm: true, ..ModelSpec::gpt2(97, 32, 2, 4, 32) }, "GPT-2 blocks with query/key norms"),
+        (ModelSpec { value_residual: true, ..ModelSpec::gpt2(97, 32, 2, 4, 32) }, "GPT-2 blocks with value residuals"),
         (ModelSpec { o_bias: true, ..usual(families::GEMMA3) }, "biases on some projections"),
         (ModelSpec { sliding_window: Some(4), ..usual(families::OLMO2) }, "OLMo 2 blocks with a sliding window"),
         (
@@ -324,8 +326,7 @@ fn impossible_models_are_refused_by_field() {
         (ModelSpec { sliding_layers: Some(vec![0]), ..llama.clone() }, "without sliding_window"),
         (ModelSpec { sliding_window: Some(2), sliding_layers: Some(vec![9]), ..llama.clone() }, "layer 9"),
         (ModelSpec { eos_tokens: vec![97], ..llama }, "token 97"),
-        (ModelSpec { rope: rope(1e4, 1.0), ..gpt2.clone() }, "model.rope: family gpt2"),
-        (ModelSpec { qk_norm: true, ..gpt2 }, "model.qk_norm"),
+        (ModelSpec { rope: rope(1e4, 1.0), ..gpt2 }, "model.rope: family gpt2"),
         (ModelSpec { qk_norm: false, ..gemma3.clone() }, "model.qk_norm: family gemma3 normalises"),
         (ModelSpec { attention_scalar: Some(0.0), ..gemma3.clone() }, "model.attention_scalar: 0"),
         (ModelSpec { local_rope: rope(0.5, 1.0), ..gemma3 }, "model.rope.theta: 0.5"),

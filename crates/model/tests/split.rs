@@ -10,8 +10,8 @@ use std::ops::Range;
 use trainyard_autograd::{Deferred, ParamId, Parameters, Place, Policy, RandomKey, Recording, Store, Tape, Var};
 use trainyard_model::families::{self, Sizes};
 use trainyard_model::{
-    BatchSlices, Exchange, Family, Forward, IGNORED, KvCache, Model, ModelError, ModelSpec, Output, Segment, Segments,
-    TensorSplit, Unit, Value,
+    Activation, BatchSlices, Exchange, Family, Forward, IGNORED, KvCache, Model, ModelError, ModelSpec, Output,
+    Segment, Segments, TensorSplit, Unit, Value,
 };
 use trainyard_program::{Change, Collective, Layout};
 use trainyard_tensor::{DType, Device, Purpose, Tensor};
@@ -353,6 +353,10 @@ fn llama(vocab: usize, tied: bool) -> ModelSpec {
     ModelSpec { kv_heads: 2, head_dim: 8, qk_norm: true, tie_embeddings: tied, ..llama }
 }
 
+fn gpt2_with_norms() -> ModelSpec {
+    ModelSpec { qk_norm: true, activation: Activation::ReluSquared, dropout: 0.0, ..gpt2() }
+}
+
 fn gpt2() -> ModelSpec {
     ModelSpec { dropout: 0.2, ..ModelSpec::gpt2(257, 24, 2, 6, 64) }
 }
@@ -368,8 +372,9 @@ fn gemma3() -> ModelSpec {
     ModelSpec { sliding_window: Some(4), sliding_layers, dropout: 0.2, ..usual(families::GEMMA3) }
 }
 
-fn models() -> [(&'static str, ModelSpec); 6] {
+fn models() -> [(&'static str, ModelSpec); 7] {
     [
+        ("gpt2 with query/key norms and squared ReLU", gpt2_with_norms()),
         ("llama, 257 tokens, untied", llama(257, false)),
         ("llama, 1000 tokens, tied", llama(1000, true)),
         ("llama with biases", ModelSpec { qkv_bias: true, o_bias: true, mlp_bias: true, ..llama(257, true) }),

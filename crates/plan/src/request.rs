@@ -115,7 +115,7 @@ impl Request {
             blocks: self.model.layers + self.model.encoder_layers,
             heads: self.model.heads,
             kv_heads: self.model.kv_heads,
-            whole_blocks: self.model.encoder_layers > 0 || self.model.patch_len > 0,
+            whole_blocks: self.model.encoder_layers > 0 || self.model.patch_len > 0 || self.model.value_residual,
             experts: self.model.experts.map_or(1, |experts| experts.count),
             formats: self.formats.clone(),
             host_tier: self.cluster.device.family != trainyard_sim::Generation::Cpu,

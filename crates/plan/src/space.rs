@@ -37,7 +37,7 @@ pub struct Extent {
     /// Number of key/value heads.
     pub kv_heads: u32,
     /// True if this program computes each block whole, without tensor or context parallelism:
-    /// models with an encoder, and models of images.
+    /// models with an encoder, models of images, and models with value residuals.
     pub whole_blocks: bool,
     /// Number of experts of a block; 1 for dense models.
     pub experts: u32,

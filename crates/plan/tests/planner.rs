@@ -36,6 +36,7 @@ fn small() -> Architecture {
         experts: None,
         latent: None,
         patch_len: 0,
+        value_residual: false,
     }
 }
 

@@ -288,6 +288,7 @@ impl Fields<'_> {
             positions: if gated { 0 } else { sequence },
             experts,
             patch_len: 0,
+            value_residual: false,
             latent: (family == "deepseek-v3").then_some(Latent { q: 1536, kv: 512, rotary: 64 }),
         };
         let format = match self.text("precision")? {

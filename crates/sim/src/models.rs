@@ -73,6 +73,7 @@ impl From<&ModelSpec> for Architecture {
                 imbalance: Experts::NATURAL,
             }),
             latent: None,
+            value_residual: spec.value_residual,
             patch_len: spec.image.as_ref().map_or(0, |image| image.patch_len() as u32),
         }
     }

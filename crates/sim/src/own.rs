@@ -125,7 +125,12 @@ fn tune(units: &mut Units, model: &Model) {
 /// The model with one block of each kind.
 fn one_of_each(spec: &ModelSpec) -> Result<Model, ModelError> {
     let encoder = spec.encoder.map(|encoder| EncoderSpec { layers: 1, ..encoder });
-    let layers = if encoder.is_some() { 2 } else { 1 };
+    let layers = match (encoder.is_some(), spec.value_residual) {
+        (true, _) => 2,
+        // The first block, one between, and the last.
+        (_, true) => spec.layers.min(3),
+        _ => 1,
+    };
     Model::new(ModelSpec { layers, encoder, sliding_layers: None, ..spec.clone() })
 }
 
@@ -140,8 +145,9 @@ mod tests {
     #[test]
     fn kernels_have_the_flops_of_the_models_own_code() {
         let stack = Stack::named("trainyard").unwrap();
-        for name in ["gpt2-124m", "llama-1b", "qwen2.5-0.5b", "t5-small", "t5-v1.1-small"] {
-            let spec = trainyard_model::preset(name).unwrap();
+        let names = ["gpt2-124m", "llama-1b", "qwen2.5-0.5b", "t5-small", "t5-v1.1-small"];
+        for (name, value_residual) in names.map(|name| (name, false)).into_iter().chain([("llama-1b", true)]) {
+            let spec = ModelSpec { value_residual, ..trainyard_model::preset(name).unwrap() };
             let work = Workload { sequence: 512, micro_batch: 2, tensor: 1, context: 1, expert: 1, operand_bytes: 2.0 };
             let units = Architecture::from(&spec).units(&work, &stack);
             let one = one_of_each(&spec).unwrap();

@@ -10,6 +10,7 @@ use crate::constants::AttentionKind;
 use crate::kernel::Kernel;
 use crate::stack::{Selective, Stack};
 use serde::Deserialize;
+use std::ops::Range;
 use trainyard_model::EncoderSpec;
 
 /// A model's shape.
@@ -47,6 +48,9 @@ pub struct Architecture {
     /// its head has one row for each image.
     #[serde(default)]
     pub patch_len: u32,
+    /// True if blocks hand on the values of the first, and mix theirs with them.
+    #[serde(default)]
+    pub value_residual: bool,
     /// Experts, if MLPs are mixtures.
     #[serde(default)]
     pub experts: Option<Experts>,
@@ -243,19 +247,32 @@ impl Architecture {
         let builder = on(work);
         let mut kinds = vec![builder.embedding()];
         let mut order = vec![(0, "embedding".to_owned())];
-        let mut push = |unit: UnitWork, count: u32, name: &str, order: &mut Vec<(usize, String)>| {
+        let mut push = |unit: UnitWork, layers: Range<u32>, name: &str, order: &mut Vec<(usize, String)>| {
             kinds.push(unit);
-            order.extend((0..count).map(|layer| (kinds.len() - 1, format!("{name}.{layer}"))));
+            order.extend(layers.map(|layer| (kinds.len() - 1, format!("{name}.{layer}"))));
         };
         if self.encoder_layers > 0 {
-            push(on(&of_encoder).block(false, false), self.encoder_layers, "encoder", &mut order);
+            push(on(&of_encoder).block(false, false), 0..self.encoder_layers, "encoder", &mut order);
         }
-        push(on(&of_decoder).block(self.patch_len == 0, self.encoder_layers > 0), self.layers, "block", &mut order);
-        push(on(&of_decoder).head(), 1, "head", &mut order);
+        let block = on(&of_decoder).block(self.patch_len == 0, self.encoder_layers > 0);
+        if self.value_residual {
+            let last = self.layers.max(1) - 1;
+            for layers in [0..1, 1..last, last..self.layers].into_iter().filter(|layers| !layers.is_empty()) {
+                let (reads, hands_on) = (layers.start > 0, layers.end < self.layers);
+                let mut unit = block.clone();
+                builder.value_residual(&mut unit, reads, hands_on);
+                push(unit, layers, "block", &mut order);
+            }
+        } else {
+            push(block, 0..self.layers, "block", &mut order);
+        }
+        push(on(&of_decoder).head(), 0..1, "head", &mut order);
         // The positions of both sides cross every cut.
         let stream = builder.tokens() * builder.dim() * HALF;
         let blocks = 1..kinds.len() - 1;
-        kinds[blocks].iter_mut().for_each(|unit| unit.output = stream);
+        if self.divided {
+            kinds[blocks].iter_mut().for_each(|unit| unit.output = stream);
+        }
         order.last_mut().expect("a head").1 = "head".to_owned();
         Units { kinds, order }
     }
@@ -367,6 +384,28 @@ impl Builder<'_> {
         let mixture = unit.mixture_launches;
         unit.extra_launches = [launches + mixture / 3.0, 1.7 * launches + mixture * 2.0 / 3.0];
         unit
+    }
+
+    /// Adds value residuals to a block that reads the first block's values, hands them on, or both:
+    /// a copy of what is handed on, and, where they are read, the mixture and the joined gradient.
+    fn value_residual(&self, unit: &mut UnitWork, reads: bool, hands_on: bool) {
+        let stream = unit.output;
+        let below = unit.kv / 2.0;
+        let moves = |bytes: f64| Kernel::Stream { bytes, launches: 1.0 };
+        if reads {
+            unit.forward.push(moves(4.0 * below));
+            unit.backward_input.extend([moves(5.0 * below), moves(2.0 * (stream + below))]);
+            unit.saved.iter_mut().for_each(|saved| *saved += below);
+            unit.saved[..2].iter_mut().for_each(|saved| *saved += below);
+            unit.tensors += 1;
+        } else {
+            unit.forward.push(moves(2.0 * below));
+            unit.backward_input.push(moves(2.0 * below));
+        }
+        if hands_on {
+            unit.forward.push(moves(2.0 * (stream + below)));
+            unit.output += below;
+        }
     }
 
     /// Adds a product's forward and the two halves of its backward.

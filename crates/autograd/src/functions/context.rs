@@ -3,7 +3,7 @@
 
 use super::prelude::*;
 use trainyard_tensor::cpu::attention::AttentionSpec;
-use trainyard_tensor::ops::{ContextSegments, plain};
+use trainyard_tensor::ops::ContextSegments;
 
 /// Flash attention (Dao 2023) of queries over gathered keys and values; its inputs are q and kv.
 #[derive(Clone, Debug)]
@@ -25,13 +25,6 @@ pub struct ContextAttentionPart {
 pub struct ContextAttentionRest {
     spec: AttentionSpec,
     segments: ContextSegments,
-}
-
-/// The columns of a matrix in two parts; its input is the matrix.
-#[derive(Clone, Debug)]
-pub struct SplitColumns {
-    /// Columns of the first part and of the second.
-    columns: [usize; 2],
 }
 
 impl Tape<'_> {
@@ -91,16 +84,6 @@ impl Tape<'_> {
             inputs.into_iter().chain([Saved::Tensor(kept), Saved::Tensor(lse)]).collect()
         })
     }
-
-    /// The first `at` columns of x [m, n], and the others.
-    pub fn split_columns(&mut self, x: &Var, at: usize) -> Result<[Var; 2]> {
-        let columns = [at, x.tensor().last_dim().saturating_sub(at)];
-        let first = plain::narrow(x.tensor(), -1, 0, columns[0])?;
-        let second = plain::narrow(x.tensor(), -1, at, columns[1])?;
-        let mut parts = self.record(SplitColumns { columns }, &[x.into()], vec![first, second], |_| Vec::new())?;
-        let second = parts.remove(1);
-        Ok([parts.remove(0), second])
-    }
 }
 
 impl Differentiable for ContextAttention {
@@ -142,19 +125,5 @@ impl Differentiable for ContextAttentionRest {
         let (part, whole) = ([&own, &own_lse], [&out, &lse]);
         let gradients = ops::context_attention_rest_backward(&dout, &q, &kv, part, whole, &self.spec, &self.segments)?;
         (0..).zip(gradients).try_for_each(|(input, gradient)| cx.add_gradient(input, gradient))
-    }
-}
-
-impl Differentiable for SplitColumns {
-    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
-        let parts = [cx.output_gradient(0), cx.output_gradient(1)];
-        let Some(known) = parts.iter().flatten().next() else { return Ok(()) };
-        let (rows, dtype, device, purpose) = (known.rows(), known.dtype(), known.device().clone(), known.purpose());
-        let part = |(part, columns): (Option<Tensor>, usize)| match part {
-            Some(part) => Ok(part),
-            None => device.zeros([rows, columns], dtype, purpose),
-        };
-        let parts = parts.into_iter().zip(self.columns).map(part).collect::<Result<Vec<_>, _>>()?;
-        cx.add_gradient(0, plain::concat(&parts.iter().collect::<Vec<_>>(), -1)?)
     }
 }

@@ -21,6 +21,7 @@ mod norm;
 mod plain;
 mod pointwise;
 mod relative;
+mod value_residual;
 
 pub use adapter::{NORM_MIN, norms_of_squares, row_norms, row_squares};
 pub use experts::{Direction, InFlight, RowExchange, SentRows, Traffic, WeightGradient};
@@ -125,9 +126,10 @@ functions! {
     ContextAttentionRest(context::ContextAttentionRest): "context_attention_rest", "q, kv, the part, out, log-sum-exp", "4 p h c; 10 p h c",    kept;
     BiasedAttention(relative::BiasedAttention): "biased_attention",     "qkv, bias, out, log-sum-exp",       "4 p h c; 10 p h c",        kept;
     CrossAttention(relative::CrossAttention):   "cross_attention",      "q, kv, out, log-sum-exp",           "4 p h c; 10 p h c",        kept;
-    SplitColumns(context::SplitColumns):        "split_columns",        "nothing",                           "0; 0",                     kept;
+    SplitAt(plain::arrange::SplitAt):           "split_at",             "nothing",                           "0; 0",                     kept;
     Rope(attention::Rope):                      "rope",                 "nothing",                           "6 m h c; 6 m h c",         kept;
     QkNorm(norm::QkNorm):                       "qk_norm",              "qkv, inverse rms",                  "4 m h c; 8 m h c",         kept;
+    ValueResidual(value_residual::ValueResidual): "value_residual",     "V, V_1",                            "3 m h_kv c; 6 m h_kv c",   kept;
     RmsNorm(norm::RmsNorm):                     "rms_norm",             "x, inverse rms",                    "4 m d; 8 m d",             recomputed;
     LayerNorm(norm::LayerNorm):                 "layer_norm",           "x, mean, inverse deviation",        "7 m d; 11 m d",            recomputed;
     SwiGlu(pointwise::SwiGlu):                  "swiglu",               "gate and up",                       "6 m d; 10 m d",            recomputed;

@@ -166,7 +166,8 @@ kernels! {
     QK_NORM_BACKWARD = "qk_norm_backward", Norm, Rule::RowBlocks(2),
         "T* gradient, const T* x, const T* wq, const T* wk, const float* inv_rms, float* q_partials, float* k_partials, int rows, int heads, int kv_heads, int head_dim";
 
-    /// y = curve(x). `curve`: 0 none, 1 relu, 2 silu, 3 gelu, 4 gelu's tanh form.
+    /// y = curve(x). `curve`: 0 none, 1 relu, 2 silu, 3 gelu, 4 gelu's tanh form,
+    /// 5 relu squared.
     ACTIVATE = "activate", Pointwise, Rule::Elements, "const T* x, T* y, long long n, int curve";
     /// dx = dy curve'(x).
     ACTIVATION_BACKWARD = "activation_backward", Pointwise, Rule::Elements,

@@ -11,8 +11,14 @@ use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
 use trainyard_tensor::reference::{activation as curve, loss as oracle, random};
 use trainyard_tensor::{Element, bf16, f16};
 
-const CURVES: [Activation; 5] =
-    [Activation::None, Activation::Relu, Activation::Silu, Activation::GeluExact, Activation::GeluTanh];
+const CURVES: [Activation; 6] = [
+    Activation::None,
+    Activation::Relu,
+    Activation::ReluSquared,
+    Activation::Silu,
+    Activation::GeluExact,
+    Activation::GeluTanh,
+];
 
 fn int(n: usize) -> Argument {
     Argument::I32(n as i32)

@@ -22,6 +22,7 @@ pub(super) fn activation(activation: ModelActivation) -> Activation {
         ModelActivation::Gelu => Activation::Gelu,
         ModelActivation::GeluTanh => Activation::GeluTanh,
         ModelActivation::Relu => Activation::Relu,
+        ModelActivation::ReluSquared => Activation::ReluSquared,
     }
 }
 
@@ -61,6 +62,7 @@ fn keys(spec: &ModelSpec) -> Table {
         ("output_bias", spec.o_bias, usual.o_bias),
         ("mlp_bias", spec.mlp_bias, usual.mlp_bias),
         ("qk_norm", spec.qk_norm, usual.qk_norm),
+        ("value_residual", spec.value_residual, usual.value_residual),
     ] {
         if value != usual {
             set(key, Value::Boolean(value));

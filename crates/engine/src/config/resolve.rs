@@ -321,6 +321,9 @@ impl Config {
         if r.spans.is_some_and(|spans| spans.paired) {
             r.paired_divisions(&parallel);
         }
+        if matches!(&model, ModelSource::Shape(shape) if shape.value_residual) {
+            r.value_residual_divisions(&parallel);
+        }
         r.memory();
         r.rest(validation);
         r.path_exists("model.path", self.model.path.as_ref());

@@ -5,7 +5,7 @@ use super::resolve::{Inputs, ModelSource, OptimizerSettings, Resolver, Rope};
 use super::resolve_images::ImageSettings;
 use super::sections::*;
 use super::sections_experts::*;
-use super::{Config, ConfigError, DeviceKind, Origin, Section};
+use super::{Config, ConfigError, DeviceKind, Origin, Parallel, Section};
 use serde::Serialize;
 use trainyard_model::families::{self, HeadsKind, MlpKind, Positions, Sizes};
 use trainyard_model::{ExpertsSpec, Family, Gate, ImageSpec, ModelSpec};
@@ -41,6 +41,7 @@ pub struct ModelShape {
     pub output_bias: bool,
     pub mlp_bias: bool,
     pub qk_norm: bool,
+    pub value_residual: bool,
     pub sliding_window: Option<usize>,
     pub activation: Activation,
     pub dropout: f64,
@@ -210,6 +211,8 @@ impl Resolver {
         if plain_heads {
             let because = format!("{family} attends to everything before");
             self.unused("model.sliding_window", &m.sliding_window, &because);
+        }
+        if family.validate(&ModelSpec { qk_norm: true, ..usual.clone() }).is_err() {
             let because = format!("{family} has no query/key normalisation");
             self.unused("model.qk_norm", &m.qk_norm.filter(|norm| *norm), &because);
         }
@@ -242,6 +245,7 @@ impl Resolver {
             output_bias,
             mlp_bias,
             qk_norm: m.qk_norm.unwrap_or(usual.qk_norm),
+            value_residual: self.value_residual(m.value_residual, family, layers),
             sliding_window: m.sliding_window.or(usual.sliding_window),
             activation: self.settle("model.activation", &m.activation, activation, as_usual),
             dropout: m.dropout,
@@ -250,6 +254,31 @@ impl Resolver {
             experts: self.experts(family, &family.usual(&sizes), ffn_dim),
             encoder_layers: self.encoder_layers(family, layers),
             image: self.images.as_ref().map(|images| images.form.clone()),
+        }
+    }
+
+    /// True if blocks mix their values with those of the first.
+    fn value_residual(&mut self, given: Option<bool>, family: Family, layers: usize) -> bool {
+        let asked = given == Some(true);
+        if let Some(why) = ModelSpec::without_value_residual(family, layers).filter(|_| asked) {
+            self.problem("model.value_residual", format!("model.value_residual = true: {why}"));
+        }
+        asked
+    }
+
+    /// Rejects ranks that would divide values which blocks hand on.
+    pub(super) fn value_residual_divisions(&mut self, parallel: &Parallel) {
+        for (key, degree) in [
+            ("parallel.tensor_parallel_degree", parallel.tensor),
+            ("parallel.context_parallel_degree", parallel.context),
+        ] {
+            if degree > 1 {
+                let message = format!(
+                    "{key} = {degree}: a model with model.value_residual is not divided so; use data ranks, \
+                     parallel.zero_stage, parallel.pipeline_parallel_degree or parallel.expert_parallel_degree"
+                );
+                self.problem(key, message);
+            }
         }
     }
 

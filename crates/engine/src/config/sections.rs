@@ -23,6 +23,8 @@ choices! {
         GeluTanh = "gelu_tanh",
         /// max(x, 0).
         Relu = "relu",
+        /// max(x, 0)², as in Primer (So et al. 2021); `relu2` in transformers.
+        ReluSquared = "relu_squared",
     }
 }
 
@@ -340,9 +342,15 @@ section! {
         /// Biases in the MLP, in gpt2, vit and llama. Unset: true for gpt2 and vit, else false.
         mlp_bias: Option<bool> = None;
         /// RMSNorm on the queries and keys of each head (Qwen3, Gemma 3) or of all heads together
-        /// (OLMo 2). Unset: true for gemma3 and olmo2, which have no other, else false.
+        /// (OLMo 2). Not for phi3, vit and t5. Files of transformers have none for gpt2, so such a
+        /// model is not exported. Unset: true for gemma3 and olmo2, which have no other, else
+        /// false.
         #[elsewhere("qk_layernorm", "use_qk_norm")]
         qk_norm: Option<bool> = None;
+        /// Attention of every block but the first reads a mixture of its own values and of those of
+        /// the first block, with two learned weights each (value residuals, Zhou et al. 2024).
+        /// Unset: false. Models with one decoder only; with data, pipeline and expert parallelism.
+        value_residual: Option<bool> = None;
         /// Number of tokens that attention looks back, the token itself included; in gemma3 in five
         /// of six layers. Unset: 512 for gemma3, else all.
         #[elsewhere("window_size", "attention_window")]

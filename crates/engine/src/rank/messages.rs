@@ -53,10 +53,11 @@ impl Messages {
         Ok(())
     }
 
-    /// The received value, as `rows` rows. None if the message does not come from another stage.
-    pub fn arrived(&self, message: Message, rows: usize) -> Result<Option<Tensor>> {
+    /// The received value, as rows of the residual stream, of which `shape` says the shape by the
+    /// number of elements. None if the message does not come from another stage.
+    pub fn arrived(&self, message: Message, shape: impl FnOnce(usize) -> [usize; 2]) -> Result<Option<Tensor>> {
         let Some(value) = lock(&self.arriving).remove(&message) else { return Ok(None) };
-        Ok(Some(value.reshape([rows, value.elements() / rows.max(1)])?))
+        Ok(Some(value.reshape(shape(value.elements()))?))
     }
 
     /// Runs a send or a receive of step `step`.

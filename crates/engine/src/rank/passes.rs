@@ -235,17 +235,23 @@ impl<'a> Pass<'a> {
             return Ok(kept.or_else(back).expect("a forward keeps its unit's input"));
         }
         let below = at.unit - 1;
-        let arrived = step.messages().arrived((Phase::Forward, below, at.micro_batch), self.rows())?;
+        let arrived =
+            step.messages().arrived((Phase::Forward, below, at.micro_batch), |elements| self.stream(elements))?;
         let input = arrived.or_else(|| self.passes.outputs.remove(&(below, at.micro_batch)));
         Ok(input.expect("the program runs or receives what a unit reads"))
     }
 
-    /// This rank's rows of the residual stream of a micro-batch.
-    fn rows(&self) -> usize {
+    /// The shape of a value between units that has so many elements on this rank. Rows may travel
+    /// below those of the residual stream, so rows follow from its width where that is known.
+    fn stream(&self, elements: usize) -> [usize; 2] {
         let Pass { rank, step, at, .. } = *self;
-        let rows = step.batch(at.micro_batch).len();
-        let split = rank.model.tensor_split();
-        if split.sequence { rows / split.ranks } else { rows }
+        match rank.model.spec() {
+            Some(spec) => [elements / spec.dim, spec.dim],
+            None => {
+                let rows = step.batch(at.micro_batch).len();
+                [rows, elements / rows.max(1)]
+            }
+        }
     }
 
     /// Hands on a value inside a unit: to later segments, or to an exchange.
@@ -379,7 +385,7 @@ impl<'a> Pass<'a> {
                 return Ok(None);
             }
             let message = (Phase::Backward, at.unit, at.micro_batch);
-            let arrived = step.messages().arrived(message, self.rows())?;
+            let arrived = step.messages().arrived(message, |elements| self.stream(elements))?;
             let gradient = arrived.or_else(|| self.passes.flowing.remove(&at.run()));
             return Ok(Some(gradient.expect("the program differentiates a unit after the one that reads its output")));
         }

@@ -745,6 +745,7 @@ fn initialise(values: &mut Tensor, parameter: &ParameterSpec, local: Range<usize
     Ok(values.overwrite::<f32, _>(|values| match parameter.init {
         Init::Zeros => values.fill(0.0),
         Init::Ones => values.fill(1.0),
+        Init::Constant { value } => values.fill(value),
         Init::Normal { .. } | Init::NormalRows { .. } => {
             for (run, first, std) in parameter.normal_runs(local.clone()) {
                 let values = &mut values[run.start - local.start..run.end - local.start];

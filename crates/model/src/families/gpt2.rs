@@ -24,6 +24,9 @@ const PARAMETERS: &[Row] = &[
     row("norm1.bias", Cut::Residual, &["transformer.h.{}.ln_1.bias"]),
     transposed("attn.qkv.weight", Cut::HeadRows, &["transformer.h.{}.attn.c_attn.weight"]),
     row("attn.qkv.bias", Cut::HeadRows, &["transformer.h.{}.attn.c_attn.bias"]),
+    // Files of transformers have none.
+    row("attn.q_norm.weight", Cut::EachHead, &[]),
+    row("attn.k_norm.weight", Cut::EachHead, &[]),
     transposed("attn.out.weight", Cut::HeadColumns, &["transformer.h.{}.attn.c_proj.weight"]),
     row("attn.out.bias", Cut::Residual, &["transformer.h.{}.attn.c_proj.bias"]),
     row("norm2.weight", Cut::Residual, &["transformer.h.{}.ln_2.weight"]),
@@ -135,6 +138,7 @@ impl Definition for Gpt2 {
             o_bias: true,
             mlp_bias: true,
             qk_norm: false,
+            value_residual: false,
             tie_embeddings: true,
             experts: None,
             rope: None,
@@ -161,9 +165,6 @@ impl Definition for Gpt2 {
     fn validate(&self, spec: &ModelSpec) -> Result<()> {
         if spec.rope.is_some() {
             return refuse("rope", "family gpt2 learns its positions; remove [model.rope] or use family llama");
-        }
-        if spec.qk_norm {
-            return refuse("qk_norm", "family gpt2 has none; use family llama");
         }
         Ok(())
     }
@@ -208,6 +209,9 @@ impl Definition for Gpt2 {
         }
         if spec.sliding_window.is_some() {
             return no("GPT-2 blocks with a sliding window");
+        }
+        if spec.qk_norm {
+            return no("GPT-2 blocks with query/key norms");
         }
         Ok(vec![CLASS])
     }

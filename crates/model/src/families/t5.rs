@@ -221,6 +221,7 @@ impl Definition for T5 {
     fn able(&self, spec: &ModelSpec) -> std::result::Result<Vec<Class>, ConfigError> {
         match spec.activation {
             Activation::Relu | Activation::GeluTanh | Activation::Silu => Ok(vec![CLASS]),
+            Activation::ReluSquared => Err(ConfigError::NoEquivalent("T5 blocks with squared ReLU".into())),
             Activation::Gelu => Err(ConfigError::NoEquivalent("T5 blocks gated with the exact GELU".into())),
         }
     }

@@ -8,6 +8,9 @@ use trainyard_tensor::DType;
 
 /// The class that a model goes out as: the one that it came as, else the usual one.
 fn class(spec: &ModelSpec) -> Result<Class, ConfigError> {
+    if spec.value_residual {
+        return Err(ConfigError::NoEquivalent(format!("{} blocks with value residuals", spec.family.title())));
+    }
     let able = spec.family.able(spec)?;
     let came_as = able.iter().find(|class| Some(class.model_type) == spec.model_type.as_deref());
     let none = || ConfigError::NoEquivalent(format!("{} blocks of this shape", spec.family.title()));

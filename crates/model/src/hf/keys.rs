@@ -306,9 +306,10 @@ impl Keys {
             "gelu" => Activation::Gelu,
             "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Activation::GeluTanh,
             "relu" => Activation::Relu,
+            "relu2" => Activation::ReluSquared,
             "silu" | "swish" => Activation::Silu,
             _ => {
-                let why = "supported are gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, relu, silu, swish";
+                let why = "supported are gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, relu, relu2, silu, swish";
                 return Err(ConfigError::Unsupported { key: key.into(), value: name, why });
             }
         })

@@ -132,5 +132,6 @@ pub fn activation_name(activation: Activation) -> &'static str {
         Activation::Gelu => "gelu",
         Activation::GeluTanh => "gelu_new",
         Activation::Relu => "relu",
+        Activation::ReluSquared => "relu2",
     }
 }

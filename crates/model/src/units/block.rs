@@ -3,6 +3,7 @@
 
 use super::experts::Experts;
 use super::norm::Norm;
+use super::value_residual::ValueResidual;
 use crate::families::{AttentionKind, Gains, NormPlaces, Parameters, QkNormKind};
 use crate::parameter::ParameterSpec;
 use crate::rope::RopeTables;
@@ -32,6 +33,7 @@ pub struct Block {
     qkv: Linear,
     qk_norm: Option<QkNorm>,
     rope: Option<Arc<RopeTables>>,
+    value_residual: Option<ValueResidual>,
     heads: HeadLayout,
     attention: AttentionSpec,
     out: Linear,
@@ -137,6 +139,7 @@ impl Block {
             }
             (None, None) => unreachable!("a block without experts has its MLP"),
         };
+        let value_residual = ValueResidual::new(spec, layer, &mut parameters);
 
         Block {
             name: format!("block.{layer}"),
@@ -147,6 +150,7 @@ impl Block {
             qkv,
             qk_norm,
             rope,
+            value_residual,
             heads: HeadLayout { heads: spec.heads, kv_heads: spec.kv_heads, head_dim },
             attention: AttentionSpec { window: spec.window(layer), scale, ..attention },
             out,
@@ -270,7 +274,7 @@ impl Block {
     /// [m, 2 h_kv c].
     fn project(&self, tape: &mut Tape<'_>, cx: &Forward<'_>, h: Var) -> Result<[Var; 2]> {
         let qkv = self.queries_and_keys(tape, cx, h)?;
-        Ok(tape.split_columns(&qkv, self.heads.heads * self.heads.head_dim)?)
+        Ok(tape.split_at(&qkv, -1, self.heads.heads * self.heads.head_dim)?)
     }
 
     /// Attention of this rank's queries over the gathered keys and values: [m, h c].
@@ -309,6 +313,11 @@ impl Block {
     /// Attention over the normed input, before the product that ends it: [m, h c].
     fn attend(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, h: Var) -> Result<Var> {
         let qkv = self.queries_and_keys(tape, cx, h)?;
+        self.attend_over(tape, cx, qkv)
+    }
+
+    /// Attention of these queries over these keys and values: [m, h c].
+    fn attend_over(&self, tape: &mut Tape<'_>, cx: &mut Forward<'_>, qkv: Var) -> Result<Var> {
         match cx.cache.as_deref_mut() {
             None => Ok(tape.attention(&qkv, self.attention, &cx.batch.segments)?),
             Some(cache) => {
@@ -709,12 +718,25 @@ impl Unit for Block {
             return Err(in_segments(&self.name));
         }
         let x = require_input(&self.name, input)?;
-        let x = {
-            let h = self.enter(0, tape, x)?;
-            let h = self.attend(tape, cx, h)?;
-            self.rejoin(0, self.out, tape, cx, &h, x)?
+        let Some(value_residual) = &self.value_residual else {
+            let x = {
+                let h = self.enter(0, tape, x)?;
+                let h = self.attend(tape, cx, h)?;
+                self.rejoin(0, self.out, tape, cx, &h, x)?
+            };
+            return self.end(tape, cx, &x);
         };
-        self.end(tape, cx, &x)
+        let (x, carried) = value_residual.enter(tape, x, cx.batch.len())?;
+        let h = self.enter(0, tape, &x)?;
+        let qkv = self.queries_and_keys(tape, cx, h)?;
+        let (qkv, carried) = value_residual.mix(tape, qkv, carried)?;
+        let x = {
+            let h = self.attend_over(tape, cx, qkv)?;
+            self.rejoin(0, self.out, tape, cx, &h, &x)?
+        };
+        let y = self.end(tape, cx, &x)?;
+        drop(x);
+        value_residual.leave(tape, y, carried)
     }
 }
 
@@ -724,5 +746,6 @@ pub(super) fn activation(activation: spec::Activation) -> Activation {
         spec::Activation::Gelu => Activation::GeluExact,
         spec::Activation::GeluTanh => Activation::GeluTanh,
         spec::Activation::Relu => Activation::Relu,
+        spec::Activation::ReluSquared => Activation::ReluSquared,
     }
 }

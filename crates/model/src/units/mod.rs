@@ -14,6 +14,7 @@ mod experts;
 mod head;
 mod norm;
 mod patch_embedding;
+mod value_residual;
 
 pub use block::Block;
 pub use class_head::{ClassHead, Hits};

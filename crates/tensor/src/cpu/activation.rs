@@ -6,6 +6,7 @@
 //!   `u = sqrt(2/pi) (x + 0.044715 x^3)`. Derivative: `g + x g (1 - g) 2u'`.
 //! - **SiLU**: `x g` with `g = 1 / (1 + e^-x)`. Derivative: `g (1 + x (1 - g))`.
 //! - **ReLU**: `max(x, 0)`. Derivative: 1 where `x > 0`, else 0.
+//! - **Squared ReLU** (So et al. 2021, "Primer"): `max(x, 0)^2`. Derivative: `2 max(x, 0)`.
 //!
 //! The tanh form is written with the sigmoid, `1/2 (1 + tanh u) = 1 / (1 + e^-2u)`, which keeps
 //! small negative results exact to a rounding. A gated unit multiplies the activated first half of
@@ -37,6 +38,8 @@ pub(crate) struct GeluExact;
 pub(crate) struct GeluTanh;
 #[derive(Clone, Copy)]
 pub(crate) struct Relu;
+#[derive(Clone, Copy)]
+pub(crate) struct ReluSquared;
 #[derive(Clone, Copy)]
 pub(crate) struct Silu;
 
@@ -101,6 +104,19 @@ impl Curve for Relu {
     }
 }
 
+impl Curve for ReluSquared {
+    #[inline(always)]
+    fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
+        let positive = s.max(s.splat(0.0), x);
+        s.mul(positive, positive)
+    }
+    #[inline(always)]
+    fn both<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
+        let positive = s.max(s.splat(0.0), x);
+        (s.mul(positive, positive), s.add(positive, positive))
+    }
+}
+
 impl Curve for Silu {
     #[inline(always)]
     fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
@@ -131,6 +147,10 @@ macro_rules! with_curve {
             }
             Activation::Relu => {
                 let $curve = Relu;
+                $call
+            }
+            Activation::ReluSquared => {
+                let $curve = ReluSquared;
                 $call
             }
             Activation::Silu => {

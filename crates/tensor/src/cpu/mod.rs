@@ -35,6 +35,7 @@ pub mod sparsity;
 pub mod threads;
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
 pub(crate) mod tile_emulator;
+pub mod value_residual;
 
 pub use isa::{Isa, IsaError};
 pub use lent_threads::LentThreads;

@@ -261,7 +261,7 @@ fn at<T>(base: AddTo<'_, T>, span: std::ops::Range<usize>) -> AddTo<'_, T> {
 
 /// Runs `body` on row blocks, handing it zeroed partial sums of the wanted gradients, and adds
 /// those up in order.
-fn over_row_blocks(
+pub(crate) fn over_row_blocks(
     cpu: &Cpu,
     rows: usize,
     dim: usize,

@@ -67,6 +67,7 @@ pub(super) fn curve(activation: Activation) -> i32 {
         Activation::Silu => 2,
         Activation::GeluExact => 3,
         Activation::GeluTanh => 4,
+        Activation::ReluSquared => 5,
     }
 }
 

@@ -46,6 +46,11 @@ impl HeadLayout {
     pub fn key_columns(&self) -> HeadColumns {
         self.part(self.heads, self.kv_heads)
     }
+
+    /// Where the value heads lie.
+    pub fn value_columns(&self) -> HeadColumns {
+        self.part(self.heads + self.kv_heads, self.kv_heads)
+    }
 }
 
 impl From<&AttentionSpec> for HeadLayout {

@@ -21,6 +21,7 @@ pub mod plain;
 mod pointwise;
 mod relative;
 pub mod sparsity;
+mod value_residual;
 
 pub use crate::cpu::distill::{Distillation, Divergence};
 pub use crate::cpu::embedding::TablePart;
@@ -48,6 +49,7 @@ pub use pointwise::{
 pub use relative::{
     CrossSegments, biased_attention, biased_attention_backward, cross_attention, cross_attention_backward,
 };
+pub use value_residual::{value_residual, value_residual_backward};
 
 use crate::cpu::gemm::{Accumulate, Activation};
 use crate::error::{Result, TensorError};
@@ -65,6 +67,7 @@ fn form(activation: Activation) -> &'static str {
     match activation {
         Activation::None => "",
         Activation::Relu => "relu",
+        Activation::ReluSquared => "relu_squared",
         Activation::Silu => "silu",
         Activation::GeluExact => "gelu",
         Activation::GeluTanh => "gelu_tanh",

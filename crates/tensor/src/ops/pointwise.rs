@@ -120,6 +120,7 @@ fn curve(activation: Activation) -> Option<Curve> {
     match activation {
         Activation::None => None,
         Activation::Relu => Some(Curve::Relu),
+        Activation::ReluSquared => Some(Curve::ReluSquared),
         Activation::Silu => Some(Curve::Silu),
         Activation::GeluExact => Some(Curve::GeluExact),
         Activation::GeluTanh => Some(Curve::GeluTanh),

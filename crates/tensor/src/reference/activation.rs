@@ -37,6 +37,7 @@ pub fn value(f: Activation, x: f64) -> f64 {
         Activation::GeluTanh => 0.5 * x * (1.0 + (FRAC_2_PI.sqrt() * (x + 0.044715 * x * x * x)).tanh()),
         Activation::None => x,
         Activation::Relu => x.max(0.0),
+        Activation::ReluSquared => x.max(0.0).powi(2),
         Activation::Silu => x / (1.0 + (-x).exp()),
     }
 }
@@ -52,6 +53,7 @@ pub fn slope(f: Activation, x: f64) -> f64 {
         }
         Activation::None => 1.0,
         Activation::Relu => f64::from(x > 0.0),
+        Activation::ReluSquared => 2.0 * x.max(0.0),
         Activation::Silu => {
             let g = 1.0 / (1.0 + (-x).exp());
             g * (1.0 + x * (1.0 - g))

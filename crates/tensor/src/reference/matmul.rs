@@ -42,6 +42,7 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
     match activation {
         Activation::None => x,
         Activation::Relu => x.max(0.0),
+        Activation::ReluSquared => x.max(0.0).powi(2),
         Activation::Silu => x / (1.0 + (-x).exp()),
         Activation::GeluExact => 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2)),
         Activation::GeluTanh => {
@@ -55,6 +56,7 @@ pub fn derivative(activation: Activation, x: f64) -> f64 {
     match activation {
         Activation::None => 1.0,
         Activation::Relu => f64::from(x > 0.0),
+        Activation::ReluSquared => 2.0 * x.max(0.0),
         Activation::Silu => {
             let s = 1.0 / (1.0 + (-x).exp());
             s * (1.0 + x * (1.0 - s))

@@ -6,6 +6,7 @@
 
 mod context;
 mod relative;
+mod value_residual;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -265,6 +266,8 @@ fn operations_of_training_are_those_of_the_cpu() {
                 sum,
                 ops::cast(&a, DType::F32)?,
                 ops::activate(Activation::Silu, &a)?,
+                ops::activate(Activation::ReluSquared, &a)?,
+                ops::activation_backward(Activation::ReluSquared, &a, o.floats(7, &[3, 7]))?,
                 ops::activation_backward(Activation::GeluExact, &a, o.floats(6, &[3, 7]))?,
                 ops::swiglu(&pair)?,
                 ops::swiglu_backward(&pair, &b)?,

@@ -32,6 +32,13 @@ pub struct Concat {
     lens: Vec<usize>,
 }
 
+/// A tensor in two parts along a dimension, whose gradients come back at once.
+#[derive(Clone, Debug)]
+pub struct SplitAt {
+    dim: i32,
+    shapes: [Shape; 2],
+}
+
 impl Tape<'_> {
     fn rearrange(&mut self, x: &Var, how: How, y: Tensor) -> Result<Var> {
         let shape = *x.tensor().shape();
@@ -104,6 +111,18 @@ impl Tape<'_> {
         lens.iter().map(&mut piece).collect()
     }
 
+    /// Dimension `dim` up to position `at`, and the rest. Unlike [`Tape::split`] its gradient is
+    /// made in one pass.
+    pub fn split_at(&mut self, x: &Var, dim: i32, at: usize) -> Result<[Var; 2]> {
+        let n = x.tensor().shape()[plain::dimension("split_at", x.tensor().shape(), dim)?];
+        let first = plain::narrow(x.tensor(), dim, 0, at)?;
+        let second = plain::narrow(x.tensor(), dim, at, n.saturating_sub(at))?;
+        let shapes = [*first.shape(), *second.shape()];
+        let mut parts = self.record(SplitAt { dim, shapes }, &[x.into()], vec![first, second], |_| Vec::new())?;
+        let second = parts.remove(1);
+        Ok([parts.remove(0), second])
+    }
+
     /// `x` repeated along dimensions where it has size 1 or none.
     pub fn expand(&mut self, x: &Var, shape: &[usize]) -> Result<Var> {
         let y = plain::expand(x.tensor(), shape)?;
@@ -161,5 +180,19 @@ impl Differentiable for Concat {
             start += len;
         }
         Ok(())
+    }
+}
+
+impl Differentiable for SplitAt {
+    fn backward(&self, cx: &mut Backward<'_>) -> Result<()> {
+        let parts = [cx.output_gradient(0), cx.output_gradient(1)];
+        let Some(known) = parts.iter().flatten().next() else { return Ok(()) };
+        let (dtype, device, purpose) = (known.dtype(), known.device().clone(), known.purpose());
+        let part = |(part, shape): (Option<Tensor>, Shape)| match part {
+            Some(part) => Ok(part),
+            None => device.zeros(shape, dtype, purpose),
+        };
+        let parts = parts.into_iter().zip(self.shapes).map(part).collect::<Result<Vec<_>, _>>()?;
+        cx.add_gradient(0, plain::concat(&parts.iter().collect::<Vec<_>>(), self.dim)?)
     }
 }

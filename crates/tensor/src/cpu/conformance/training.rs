@@ -13,6 +13,7 @@ use crate::cpu::loss::{
 };
 use crate::cpu::norm::HeadColumns;
 use crate::cpu::rope::{RopeError, RopeScaling, RopeTable, Rotation, rope, rope_frequencies};
+use crate::cpu::value_residual::{value_residual, value_residual_backward};
 use crate::cpu::{Cpu, Isa};
 use crate::dtype::Element;
 use crate::reference::{activation as curve, loss as oracle};
@@ -62,6 +63,56 @@ dtypes! {
     }
 }
 
+dtypes! {
+    fn value_residuals_and_their_gradients<T>() {
+        for (rows, columns) in [
+            (0, HeadColumns { row_stride: 8, first: 0, heads: 1, head_dim: 8 }),
+            (3, HeadColumns { row_stride: 25, first: 5, heads: 2, head_dim: 10 }),
+            (301, HeadColumns { row_stride: 192, first: 128, heads: 1, head_dim: 64 }),
+        ] {
+            let width = columns.heads * columns.head_dim;
+            let weights = [0.75f32, -1.5];
+            let (x, first) = (values::<T>(1, rows * columns.row_stride), values::<T>(2, rows * width));
+            let (dy, own) = (values::<T>(3, rows * columns.row_stride), values::<T>(4, rows * width));
+            on_every_cpu(
+                |cpu| {
+                    let (mut y, mut plain, mut kept) = (x.clone(), x.clone(), first.clone());
+                    value_residual(cpu, columns, weights, &first, Some(&mut kept), &mut y);
+                    value_residual(cpu, columns, weights, &first, None, &mut plain);
+                    assert!(y == plain, "values that are put aside change the result");
+                    let mut space = vec![f32::NAN; crate::cpu::norm::backward_workspace(rows, 2)];
+                    let (mut dx, mut dfirst, mut sums) = (dy.clone(), first.clone(), vec![1.0; 2]);
+                    let both = [&own[..], &first[..]];
+                    value_residual_backward(cpu, columns, weights, both, &mut dx, &mut dfirst, Some(&mut sums), &mut space);
+                    (y, kept, dx, dfirst, sums)
+                },
+                |isa, (y, kept, dx, dfirst, sums)| {
+                    let [a, b] = weights.map(f64::from);
+                    let (mut want_y, mut want_dx) = (wide(&x), wide(&dy));
+                    let (x, dy, first, own) = (wide(&x), wide(&dy), wide(&first), wide(&own));
+                    let (mut want_kept, mut want_dfirst, mut want_sums) = (own.clone(), own.clone(), [1.0; 2]);
+                    for i in 0..rows * width {
+                        let at = i / width * columns.row_stride + columns.first + i % width;
+                        want_y[at] = a * x[at] + b * first[i];
+                        want_kept[i] = x[at];
+                        want_dx[at] = a * dy[at];
+                        want_dfirst[i] = b * dy[at];
+                        want_sums[0] += dy[at] * own[i];
+                        want_sums[1] += dy[at] * first[i];
+                    }
+                    // Two roundings of numbers below 2.25; sums of so many products below 1, in
+                    // some hundred steps of up to their size.
+                    close(isa, "value residual", y, &want_y, 5.0 * ULP);
+                    close(isa, "own values", kept, &want_kept, 0.0);
+                    close(isa, "gradient of qkv", dx, &want_dx, 2.0 * ULP);
+                    close(isa, "gradient of the first values", dfirst, &want_dfirst, 2.0 * ULP);
+                    close(isa, "gradient of the weights", sums, &want_sums, 400.0 * ((rows * width) as f64).sqrt() * ULP);
+                },
+            );
+        }
+    }
+}
+
 #[test]
 fn rope_reports_positions_beyond_the_table_and_impossible_settings() {
     let table = RopeTable::new(4, 10_000.0, RopeScaling::None, 3).unwrap();
@@ -75,8 +126,14 @@ fn rope_reports_positions_beyond_the_table_and_impossible_settings() {
     assert_eq!(rope_frequencies(4, 1e4, llama), Err(RopeError::Factors { low: 4.0, high: 4.0 }));
 }
 
-const ACTIVATIONS: [Activation; 5] =
-    [Activation::None, Activation::Relu, Activation::Silu, Activation::GeluExact, Activation::GeluTanh];
+const ACTIVATIONS: [Activation; 6] = [
+    Activation::None,
+    Activation::Relu,
+    Activation::ReluSquared,
+    Activation::Silu,
+    Activation::GeluExact,
+    Activation::GeluTanh,
+];
 
 dtypes! {
     fn activations_and_gated_units<T>() {

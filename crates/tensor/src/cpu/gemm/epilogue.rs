@@ -345,6 +345,7 @@ fn activate<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
     match activation {
         Activation::None => activation::Identity.value(s, x),
         Activation::Relu => activation::Relu.value(s, x),
+        Activation::ReluSquared => activation::ReluSquared.value(s, x),
         Activation::Silu => activation::Silu.value(s, x),
         Activation::GeluExact => activation::GeluExact.value(s, x),
         Activation::GeluTanh => activation::GeluTanh.value(s, x),
@@ -357,6 +358,7 @@ fn derivative<S: Simd>(s: S, activation: Activation, x: S::F) -> S::F {
     match activation {
         Activation::None => activation::Identity.both(s, x).1,
         Activation::Relu => activation::Relu.both(s, x).1,
+        Activation::ReluSquared => activation::ReluSquared.both(s, x).1,
         Activation::Silu => activation::Silu.both(s, x).1,
         Activation::GeluExact => activation::GeluExact.both(s, x).1,
         Activation::GeluTanh => activation::GeluTanh.both(s, x).1,

@@ -197,6 +197,8 @@ pub enum Activation {
     None,
     /// `max(x, 0)`
     Relu,
+    /// `max(x, 0)²` (So et al. 2021, "Primer").
+    ReluSquared,
     /// `x / (1 + e^-x)`, also called swish.
     Silu,
     /// `x Φ(x)` with the normal distribution function `Φ` (Hendrycks and Gimpel, 2016).

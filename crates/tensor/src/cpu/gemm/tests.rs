@@ -177,8 +177,14 @@ fn check_same<T: Element>(first: &mut Option<(String, Vec<T>)>, rung: &str, foun
     }
 }
 
-const ACTIVATIONS: [Activation; 5] =
-    [Activation::None, Activation::Relu, Activation::Silu, Activation::GeluExact, Activation::GeluTanh];
+const ACTIVATIONS: [Activation; 6] = [
+    Activation::None,
+    Activation::Relu,
+    Activation::ReluSquared,
+    Activation::Silu,
+    Activation::GeluExact,
+    Activation::GeluTanh,
+];
 
 fn forward_conforms<T: Element, O: Element>() {
     for (case, (m, n, k)) in SHAPES.into_iter().enumerate() {
