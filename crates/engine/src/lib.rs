@@ -55,6 +55,7 @@ pub mod metrics;
 pub mod optimizer;
 pub mod outer;
 pub mod peaks;
+pub mod periods;
 pub mod positions;
 mod power_sgd;
 pub mod precision;

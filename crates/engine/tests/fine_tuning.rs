@@ -97,6 +97,25 @@ fn frozen_parts_of_units_train_the_same_bits_in_every_layout() {
     same_bits(MIXED);
 }
 
+/// Periods that unfreeze from above, freeze from below, and rest parts of units.
+#[test]
+fn a_schedule_of_freezing_trains_the_same_bits_in_every_layout() {
+    const UNFREEZE: &str = "fine_tuning.freeze_schedule=[{from_step=0,frozen=['embedding.*','block.*']},\
+        {from_step=1,frozen=['embedding.*','block.0.*']},{from_step=3,frozen=[]}]";
+    const FREEZE: &str = "fine_tuning.freeze_schedule=[{from_step=1,frozen='embedding.*'},{from_step=2,frozen=['embedding.*','block.0.*']}]";
+    const PARTS: &str = "fine_tuning.freeze_schedule=[{from_step=0,frozen=['block.0.*','*.norm*']},\
+        {from_step=2,frozen=['block.1.attn.*','head.*','embedding.*']}]";
+    for tuning in [UNFREEZE, FREEZE, PARTS] {
+        same_bits(&[tuning]);
+    }
+    same_bits(&[PARTS, "precision.compute='bf16'", "model.tie_embeddings=true"]);
+    same_bits(&[FREEZE, "optimizer.name='adamw'", "fine_tuning.freeze='block.1.attn.*'", "precision.compute='bf16'"]);
+    const ADAPTERS: &str =
+        "fine_tuning.freeze_schedule=[{from_step=0,frozen='block.0.*'},{from_step=2,frozen='block.1.*lora_a'}]";
+    same_bits(&joined(&[LORA, &[ADAPTERS]]));
+    same_bits(&joined(&[QLORA, &[ADAPTERS]]));
+}
+
 #[test]
 fn adapters_train_the_same_bits_in_every_layout() {
     same_bits(LORA);

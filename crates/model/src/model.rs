@@ -152,7 +152,8 @@ impl Model {
             let elements = parameter.whole_shape().iter().product::<usize>() as f64;
             let multiplied = parameter.kind == ParameterKind::Matrix || borrowed(id);
             flops += match (parameter.is_adapter(), multiplied, parameter.trained) {
-                (true, ..) => 6.0 * elements,
+                (true, _, true) => 6.0 * elements,
+                (true, _, false) => 4.0 * elements,
                 (false, true, false) => -2.0 * elements,
                 _ => 0.0,
             };

@@ -17,6 +17,7 @@
 mod batch;
 mod device;
 mod error;
+mod freeze_schedule;
 mod inner_steps;
 mod json;
 mod load;
@@ -60,6 +61,7 @@ mod value;
 pub use batch::{Batch, BatchError};
 pub use device::DeviceKind;
 pub use error::{ConfigError, Origin, Problem};
+pub use freeze_schedule::{FreezeFrom, FreezeSchedule};
 pub use inner_steps::InnerSteps;
 pub use mistaken::hub_model;
 pub use nearest::nearest;

@@ -299,6 +299,7 @@ impl Config {
         let (apart, server, compression) = r.exchanges(&parallel, batch);
         r.divisions(&parallel, batch, sequence_length, &model);
         let limits = r.limits(inputs, batch, sequence_length);
+        r.freeze_schedule(limits);
         let optimizer = r.optimizer();
         r.averaging_extent(optimizer.averaging, limits);
         let schedule = r.schedule(optimizer.learning_rate, limits.steps);

@@ -111,6 +111,9 @@ pub struct StepMetrics {
     /// not include it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub penalty: Option<f64>,
+    /// Number of parameters that this step trains, with a schedule of freezing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trained_parameters: Option<u64>,
     /// The balance of experts, in a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertMetrics>,
@@ -551,6 +554,7 @@ pub(crate) mod tests {
             late: false,
             sparsity: None,
             penalty: None,
+            trained_parameters: None,
             experts: None,
             skipped: false,
         }
