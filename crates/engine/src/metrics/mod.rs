@@ -489,6 +489,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     scalars.extend(staleness.map(|mean| ("staleness/mean".to_owned(), mean)));
     scalars.extend(m.penalty.map(|penalty| ("consolidation_penalty".to_owned(), penalty)));
     scalars.extend(m.dropped_pushes.map(|dropped| ("dropped_pushes".to_owned(), dropped as f64)));
+    scalars.extend(m.trained_parameters.map(|number| ("trained_parameters".to_owned(), number as f64)));
     scalars.extend(m.sparsity.map(|share| ("sparsity".to_owned(), share)));
     let experts = m.experts.map(|experts| {
         [
