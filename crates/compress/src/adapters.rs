@@ -16,7 +16,7 @@ use crate::error::refuse;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainyard_engine::pretrained::{adapted, config_text};
-use trainyard_model::weights::{WeightReader, export_adapter};
+use trainyard_model::weights::{export_adapter, read_adapter};
 use trainyard_model::{AdapterSpec, Model, ModelError, ModelSpec, Tuning, hf};
 
 /// The way in which adapters become one.
@@ -199,22 +199,13 @@ fn layer_of(name: &str) -> (&str, bool) {
 }
 
 fn read(folder: &Path, model: &ModelSpec, spec: AdapterSpec) -> Result<Adapter> {
-    let tuning = Tuning { adapter: Some(spec.clone()), ..Tuning::default() };
-    let model = Model::new(model.clone())?.tuned(&tuning)?;
-    let reader = WeightReader::open_adapter(folder, &model)?;
     let mut layers: BTreeMap<String, Pair> = BTreeMap::new();
-    for (_, parameter) in model.parameters().filter(|(_, parameter)| parameter.is_adapter()) {
-        let mut values = vec![0.0f32; parameter.elements()];
-        reader.read_part(parameter, 0..values.len(), &mut values)?;
-        let columns = parameter.row_elements();
-        for source in &parameter.sources {
-            let own = &values[source.rows.start * columns..source.rows.end * columns];
-            let matrix = Matrix { columns, values: own.iter().map(|value| f64::from(*value)).collect() };
-            let (layer, is_down) = layer_of(&source.hf_name);
-            let empty = || Pair { down: Matrix::zeros(0, 0), up: Matrix::zeros(0, 0) };
-            let pair = layers.entry(layer.to_owned()).or_insert_with(empty);
-            *if is_down { &mut pair.down } else { &mut pair.up } = matrix;
-        }
+    for (name, (columns, values)) in read_adapter(folder, model, &spec)? {
+        let matrix = Matrix { columns, values: values.iter().map(|value| f64::from(*value)).collect() };
+        let (layer, is_down) = layer_of(&name);
+        let empty = || Pair { down: Matrix::zeros(0, 0), up: Matrix::zeros(0, 0) };
+        let pair = layers.entry(layer.to_owned()).or_insert_with(empty);
+        *if is_down { &mut pair.down } else { &mut pair.up } = matrix;
     }
     Ok(Adapter { spec, layers })
 }

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainyard_autograd::ParamId;
 use trainyard_compress::{AdapterMerge, AdapterMethod, CompressError, merge_adapters};
-use trainyard_model::weights::{ExportOptions, WeightReader, export, export_adapter, read_adapter_config};
+use trainyard_model::weights::{ExportOptions, export, export_adapter, read_adapter, read_adapter_config};
 use trainyard_model::{AdapterSpec, Model, ModelSpec, Tuning, preset};
 use trainyard_tensor::DType;
 
 fn spec() -> ModelSpec {
     let shape = ModelSpec { layers: 2, dim: 32, heads: 4, kv_heads: 2, head_dim: 8, ..preset("llama-1b").unwrap() };
+    let shape = ModelSpec { bos_token: None, eos_tokens: Vec::new(), pad_token: None, ..shape };
     ModelSpec { ffn_dim: 48, vocab_size: 64, max_positions: 32, ..shape }
 }
 
@@ -53,18 +54,7 @@ fn write(base: &Path, name: &str, spec: AdapterSpec, seed: usize) -> PathBuf {
 /// What the adapter in `folder` adds to each weight.
 fn changes(folder: &Path) -> BTreeMap<String, Vec<f64>> {
     let spec = read_adapter_config(folder).unwrap();
-    let (scale, model) = (spec.scale(), tuned(spec));
-    let reader = WeightReader::open_adapter(folder, &model).unwrap();
-    let mut tensors = BTreeMap::new();
-    for (_, parameter) in model.parameters().filter(|(_, parameter)| parameter.is_adapter()) {
-        let mut values = vec![0.0f32; parameter.elements()];
-        reader.read_part(parameter, 0..values.len(), &mut values).unwrap();
-        let width = parameter.row_elements();
-        for source in &parameter.sources {
-            let own = values[source.rows.start * width..source.rows.end * width].to_vec();
-            tensors.insert(source.hf_name.clone(), (width, own));
-        }
-    }
+    let (scale, tensors) = (spec.scale(), read_adapter(folder, &self::spec(), &spec).unwrap());
     let layers = tensors.iter().filter_map(|(name, down)| Some((name.strip_suffix(".lora_A.weight")?, down)));
     let change = |(layer, (columns, down)): (&str, &(usize, Vec<f32>))| {
         let (rank, up) = &tensors[&format!("{layer}.lora_B.weight")];

@@ -20,6 +20,7 @@
 //! The engine knows instructions and no strategies: the program alone decides on sharding, gathers
 //! and recomputation.
 
+pub mod adapters;
 pub mod averaging;
 pub mod bench;
 pub mod checkpoint;

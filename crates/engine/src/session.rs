@@ -163,7 +163,7 @@ impl Session {
         match from.try_into().ok().map(u64::from_le_bytes) {
             // Rank 0 has verified it.
             Some(step) => {
-                if !session.rank.model().tuning().trains_all() {
+                if session.rank.model().has_frozen() {
                     // Checkpoints do not have what is not trained.
                     session.load_pretrained(&mut note)?;
                 }

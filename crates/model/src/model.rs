@@ -134,6 +134,11 @@ impl Model {
         &self.adapters
     }
 
+    /// True if some parameter is never trained.
+    pub fn has_frozen(&self) -> bool {
+        self.parameters().any(|(_, parameter)| !parameter.trained)
+    }
+
     /// The first unit of which something is trained.
     pub fn lowest_trained(&self) -> usize {
         let is_trained = |unit: &dyn Unit| unit.parameters().iter().any(|parameter| parameter.trained);
