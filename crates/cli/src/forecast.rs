@@ -9,7 +9,7 @@ use trainyard_engine::config::{Config, DeviceKind, Resolved};
 use trainyard_engine::images::ImageCorpora;
 use trainyard_engine::predict::{Preprocessing, TimePrediction};
 use trainyard_engine::session::Session;
-use trainyard_engine::{EngineError, bench};
+use trainyard_engine::{EngineError, periods};
 use trainyard_sim::host::{HostLayout, HostStage, HostStep, host_step};
 use trainyard_sim::machine::Machine;
 use trainyard_sim::{MachineProfile, ProfileKind, Span, load_local_profile};
@@ -66,12 +66,12 @@ pub fn time(session: &Session) -> Result<TimePrediction, String> {
         return Err(format!("the profile is of {}, and this is {}", measured.name, gpu.properties().name));
     }
     let layout = layout(&session.resolved, &here);
-    let program = &session.programs[0];
+    let program = &session.programs[session.priced()];
     let own = program.stage() as usize;
     let calls = &session.prediction.calls;
     let others = (0..program.mesh.pp as usize).map(|stage| {
         let first = stage as u32 * program.mesh.stage_ranks();
-        Ok(if stage == own { None } else { Some(bench::forecast(&session.resolved, first)?) })
+        Ok(if stage == own { None } else { Some(periods::forecast(&session.resolved, first)?) })
     });
     let others = others.collect::<Result<Vec<_>, EngineError>>().map_err(|error| error.to_string())?;
     let stages = others.iter().map(|other| match other {

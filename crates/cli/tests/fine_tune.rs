@@ -266,6 +266,67 @@ fn a_run_is_exported_as_a_gguf_file() {
     folder.run(&["export", "runs/two", "--out", "two.gguf", "--no-tokenizer"]).ok();
 }
 
+/// Adapters of different ranks and layers on one base: each computes what it does by itself, and
+/// their sum is one adapter.
+#[test]
+fn adapters_of_one_base_take_turns_and_become_one() {
+    let folder = with_model();
+    for (name, rank, targets) in [("a", 2, "['q_proj','v_proj']"), ("b", 4, "['v_proj','down_proj']")] {
+        let sets = ["fine_tuning.adapter=lora", "training.steps=4", "optimizer.learning_rate=0.05"].map(str::to_owned);
+        let own = [format!("fine_tuning.rank={rank}"), format!("fine_tuning.targets={targets}")];
+        let own =
+            own.into_iter().chain([format!("training.seed={rank}"), format!("fine_tuning.alpha={}", 3 * rank + 1)]);
+        let sets: Vec<String> = sets.into_iter().chain(own).flat_map(|set| ["--set".to_owned(), set]).collect();
+        fine_tune(&folder, name, &sets.iter().map(String::as_str).collect::<Vec<_>>()).ok();
+        folder.run(&["export", &format!("runs/{name}"), "--out", name, "--adapter"]).ok();
+    }
+    let eval = |arguments: &[&str]| -> Value {
+        let more = ["--data", "text.txt", "--length", "16", "--json"];
+        serde_json::from_str(&folder.run(&[&["eval"], arguments, &more].concat()).ok().stdout).unwrap()
+    };
+    let alone = ["hf", "a", "b"].map(|model| eval(&[model])["loss"].as_f64().unwrap());
+    assert!(alone[1] != alone[0] && alone[2] != alone[1], "{alone:?}");
+    let close = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-6, "{got} {want}");
+    let table = eval(&["hf", "--adapter", "a", "--adapter", "b"]);
+    assert_eq!(["a", "b"].map(|name| json!(name)), [1, 2].map(|row| table["adapters"][row]["adapter"].clone()));
+    alone.iter().enumerate().for_each(|(row, want)| close(table["adapters"][row]["loss"].as_f64().unwrap(), *want));
+    let shown = folder.run(&["eval", "hf", "--adapter", "b", "--data", "text.txt", "--length", "16"]).ok().stdout;
+    assert!(shown.contains("no adapter") && shown.contains(&format!("{:.4}", alone[2])), "{shown}");
+    let generate = |arguments: &[&str]| {
+        let more = ["--prompt", "the ", "--tokens", "12", "--temperature", "0", "--ignore-eos"];
+        folder.run(&[&["generate"], arguments, &more].concat()).ok().stdout
+    };
+    let want = format!("b:\n{}a:\n{}", generate(&["b"]), generate(&["a"]));
+    assert_eq!(generate(&["hf", "--adapter", "b", "--adapter", "a"]), want);
+
+    let merge = |arguments: &[&str]| folder.run(&[&["merge", "a", "b"], arguments].concat());
+    let said = merge(&["--method", "cat", "--weights", "1,0", "--out", "only-a"]).ok().stdout;
+    assert!(said.contains("cat of 2 adapters: rank 6, in only-a"), "{said}");
+    close(eval(&["only-a"])["loss"].as_f64().unwrap(), alone[1]);
+    merge(&["--method", "cat", "--weights", "0.5,0.5", "--out", "both"]).ok();
+    let said = merge(&["--method", "svd", "--weights", "0.5,0.5", "--rank", "6", "--out", "again"]).ok().stdout;
+    assert!(said.contains("rank 6, without 0.00 % of the norm"), "{said}");
+    let [both, again] = ["both", "again"].map(|name| eval(&[name])["loss"].as_f64().unwrap());
+    close(again, both);
+    assert!(both != alone[1] && both != alone[2]);
+    for (arguments, words) in [
+        (&["eval", "hf", "--adapter", "hf", "--data", "text.txt"][..], "hf is no PEFT adapter"),
+        (&["eval", "runs/a", "--adapter", "a", "--data", "text.txt"], "runs/a is a run"),
+        (&["eval", "hf", "a", "--adapter", "a", "--data", "text.txt"], "adapters are of one"),
+        (&["eval", "hf", "--adapter", "a", "--checkpoint", "2", "--data", "text.txt"], "has no checkpoints"),
+        (&["generate", "hf", "--adapter", "none", "--prompt", "x"], "none is no PEFT adapter"),
+        (&["merge", "a", "b", "--method", "linear", "--out", "x"], "these have 2, 4: take cat or svd"),
+        (&["merge", "a", "hf", "--method", "cat", "--out", "x"], "hf is no PEFT adapter"),
+        (&["merge", "hf", "hf", "--rank", "3", "--out", "x"], "--rank is that of an adapter"),
+        (&["merge", "a", "b", "--method", "svd", "--dtype", "f32", "--out", "x"], "--base and --dtype are of models"),
+        (&["merge", "a", "b", "--method", "cat", "--out", "hf"], "exists already"),
+    ] {
+        let ran = folder.run(arguments);
+        assert!(ran.code == Some(1) && ran.stderr.contains(words), "{arguments:?}: {:?} {}", ran.code, ran.stderr);
+    }
+    assert!(!folder.join("x").exists());
+}
+
 /// LoRA and DoRA on a base in 4 and 8 bits: a resumed run ends as one that was not interrupted, the
 /// merged model computes what the run does, adapters are written and read, and what does not go
 /// together is refused.

@@ -16,6 +16,7 @@
 //! | [`awq`] | scales that make columns matter less to rounding |
 //! | [`smooth`] | scales that make inputs easier to round |
 //! | [`depth`] | blocks that change the residual stream least |
+//! | [`adapters`] | one adapter of several on one base |
 //! | [`merge`] | one model of several of the same shape |
 //! | [`sizes`] | the sizes of what units give, for comparisons of models of different widths |
 //! | [`pass`] | the way through a model that writes it anew |
@@ -23,6 +24,7 @@
 //! Nothing here is trained, and nothing runs faster than before: `eval` and `generate` decode what
 //! is packed when they read it, and multiply by zeros.
 
+pub mod adapters;
 pub mod awq;
 pub mod depth;
 pub mod error;
@@ -38,6 +40,7 @@ mod solver;
 pub mod source;
 pub mod text;
 
+pub use adapters::{AdapterMerge, AdapterMethod, MergedAdapter, merge_adapters};
 pub use error::{CompressError, Result};
 pub use merge::{MergeMethod, MergeSettings, merge};
 pub use pass::{Compressed, Pass};

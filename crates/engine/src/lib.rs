@@ -20,6 +20,7 @@
 //! The engine knows instructions and no strategies: the program alone decides on sharding, gathers
 //! and recomputation.
 
+pub mod adapters;
 pub mod averaging;
 pub mod bench;
 pub mod checkpoint;
@@ -55,6 +56,7 @@ pub mod metrics;
 pub mod optimizer;
 pub mod outer;
 pub mod peaks;
+pub mod periods;
 pub mod positions;
 mod power_sgd;
 pub mod precision;

@@ -7,7 +7,8 @@
 use crate::Result;
 use crate::config::{CheckpointMode, DeviceKind, OffloadTier, Resolved};
 use crate::host::{self, ASIDE};
-use crate::predict::{StepNeeds, predict};
+use crate::periods;
+use crate::predict::StepNeeds;
 use crate::shape;
 use crate::state::does_not_fit;
 use trainyard_base::format_bytes;
@@ -17,10 +18,8 @@ use trainyard_model::ModelSpec;
 pub fn predict_step(resolved: &Resolved, spec: &ModelSpec, rank: u32) -> Result<StepNeeds> {
     let model = shape::model_of(resolved, spec.clone(), rank)?;
     let batch = shape::batch_shape(resolved, &model);
-    let model_shape = shape::model_shape(&model, &batch, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
-    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, rank)?;
-    predict(model, &program, &batch, &shape::rank_settings(resolved))
+    periods::lower(resolved, spec, &model, &strategy, rank)?.predict(model, &batch, &shape::rank_settings(resolved))
 }
 
 /// Returns an error if `prediction` exceeds `memory.limit`. It names the excess, the purposes, and

@@ -21,6 +21,7 @@ mod constrained;
 mod group;
 mod of_server;
 mod on_host;
+mod periods;
 mod rule;
 
 use crate::Result;
@@ -33,6 +34,7 @@ pub(crate) use averages::swap;
 pub(crate) use behind::Behind;
 use group::Group;
 use on_host::Visit;
+use periods::PeriodUpdates;
 use rule::Rule;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -41,7 +43,7 @@ use trainyard_program::chunk_elements;
 use trainyard_tensor::ops::optim::{
     self, Adafactor, AdamW, Decay, Lion, Moment, Muon, MuonScale as Scale, MuonUpdate, OptimizerOperands, Sgd, StepSize,
 };
-use trainyard_tensor::{DType, Device, Purpose, Tensor};
+use trainyard_tensor::{DType, Device, Purpose, Tensor, ops};
 
 /// An optimizer and its state. The state of a unit is one of:
 ///
@@ -66,6 +68,7 @@ pub struct Optimizer {
     staging: Mutex<Vec<Staged>>,
     /// Free host buffers for gradients and copies, if the state lies on the host.
     visits: Mutex<Vec<Visit>>,
+    periods: Mutex<PeriodUpdates>,
 }
 
 /// The factors of one update.
@@ -207,6 +210,7 @@ impl Optimizer {
             with_gradients: tiers.gradients.is_some(),
             staging: Mutex::default(),
             visits: Mutex::default(),
+            periods: Mutex::default(),
         };
         let mut offset = 0;
         for unit in 0..model.units().len() {
@@ -242,6 +246,7 @@ impl Optimizer {
             with_gradients: false,
             staging: Mutex::default(),
             visits: Mutex::default(),
+            periods: Mutex::default(),
         }
     }
 
@@ -408,6 +413,11 @@ impl Optimizer {
             let copy = match &visit {
                 Some(visit) => visit.part(within, piece.range.len())?.1,
                 None => parameters.unit(unit).copy_range(piece.range.clone())?,
+            };
+            let Some(rates) = self.rates_of(piece.group, rates) else {
+                // The copy may be written without having been read.
+                copy.map_or(Ok(()), |mut copy| ops::cast_into(&master, &mut copy))?;
+                continue;
             };
             let mut operands = Operands { master, gradient, copy };
             match piece.rule {

@@ -38,25 +38,45 @@ pub struct StepNeeds {
 
 /// Executes one rank's `program` once on meta, with the kernels of the device in `settings`.
 pub fn predict(model: Model, program: &Program, shape: &BatchShape, settings: &RankSettings) -> Result<StepNeeds> {
+    predict_all(model, program, &[program], 0, shape, settings)
+}
+
+/// As [`predict`], of a run whose steps have one program after the other of `programs`, over the
+/// state of `whole`. Memory is that of all steps, cost and calls are those of program `priced`.
+pub(crate) fn predict_all(
+    model: Model,
+    whole: &Program,
+    programs: &[&Program],
+    priced: usize,
+    shape: &BatchShape,
+    settings: &RankSettings,
+) -> Result<StepNeeds> {
     let began = std::time::Instant::now();
     let device = Device::meta_for(settings.computes);
-    let tiers = Tiers::nowhere(program);
+    let tiers = Tiers::nowhere(whole);
     let disk = tiers.disk_bytes();
-    let links = Links::predicted(program, settings.way)?;
-    let graph = settings.graphs && rank::stretch(program, &model).is_ok();
-    let mut rank = Rank::with_tiers(&device, model, Holding::of(program), tiers, links, settings)?;
+    let links = Links::predicted(whole, settings.way)?;
+    let graph = settings.graphs && rank::stretch(whole, &model).is_ok();
+    let mut rank = Rank::with_tiers(&device, model, Holding::of(whole), tiers, links, settings)?;
     device.take_profile();
     device.set_recording(true);
     let host = rank.host().cloned();
     host.iter().for_each(|host| host.set_recording(true));
     // A graph keeps the batches that it was captured with, beside each step's own.
-    let _kept = graph.then(|| rank::kept(&device, shape, program.micro_batches)).transpose()?;
+    let _kept = graph.then(|| rank::kept(&device, shape, whole.micro_batches)).transpose()?;
     let step = StepSettings { step: 0, rate_factor: 1.0, clip_norm: Some(1.0) };
-    rank.execute(program, step, |device, model| Ok(shape.batch_of(device, model.context_split())?), |_, _| Ok(()))?;
+    let (mut cost, mut calls) = (Cost::default(), Vec::new());
+    for (number, program) in programs.iter().enumerate() {
+        rank.execute(program, step, |device, model| Ok(shape.batch_of(device, model.context_split())?), |_, _| Ok(()))?;
+        let of_step = device.take_profile().total();
+        let of_devices = [Some(&device), host.as_ref()].into_iter().flatten();
+        let made: Vec<Call> = of_devices.flat_map(|device| device.take_calls()).collect();
+        if number == priced {
+            (cost, calls) = (of_step, made);
+        }
+    }
     let copy = snapshot::bytes_copied(&rank)?;
-    let cost = device.take_profile().total();
     let (memory, host_memory) = (device.pool().usage(), rank.host_memory());
-    let calls = [Some(device), host].into_iter().flatten().flat_map(|device| device.take_calls()).collect();
     Ok(StepNeeds { memory, host_memory, disk, copy, cost, calls, took: began.elapsed() })
 }
 

@@ -46,7 +46,8 @@ impl Recording {
         let world = &session.world;
         let programs = Programs {
             programs: session.programs.clone(),
-            work: work(&session.programs[0], &session.prediction.calls),
+            priced: session.priced(),
+            work: work(&session.programs[session.priced()], &session.prediction.calls),
             threads: session.resolved.threads as u32,
             peak_flops: session.peak_flops(compute_dtype(&session.resolved)),
         };

@@ -55,7 +55,7 @@ pub enum ModelChange {
 const TRAINED: &str = "what it trains was decided when it began; export it, and start a new run from that";
 
 /// Keys that cannot change when a run is resumed, each with the reason.
-const DECIDED: [(&str, &str); 14] = [
+const DECIDED: [(&str, &str); 15] = [
     ("run.name", "its folder is the one to resume; rename that"),
     ("run.directory", "its folder is the one to resume; move that, and set data.cache for where token files are kept"),
     ("tokenizer.path", "it keeps its tokenizer; start a new run for another"),
@@ -70,6 +70,7 @@ const DECIDED: [(&str, &str); 14] = [
     ("fine_tuning.base_dtype", TRAINED),
     ("fine_tuning.freeze", TRAINED),
     ("fine_tuning.train", TRAINED),
+    ("fine_tuning.freeze_schedule", TRAINED),
 ];
 
 /// The configuration of a resumed run, overrides included.

@@ -13,14 +13,15 @@ use crate::limit::{self, Copies};
 use crate::links::Links;
 use crate::measured::Measured;
 use crate::peaks::Peaks;
-use crate::predict::{StepNeeds, TimePrediction, predict};
+use crate::periods::{self, Period};
+use crate::predict::{StepNeeds, TimePrediction};
 use crate::pretrained;
 use crate::rank::{self, Rank, RankSettings};
 use crate::resume::{self, GoingOn};
 use crate::room;
 use crate::rounds::Round;
 use crate::same_on_all_ranks;
-use crate::shape::{self, compute_dtype, model_spec};
+use crate::shape::{self, model_spec};
 use crate::snapshot::{self, RunState};
 use crate::state::{Holding, does_not_fit};
 use crate::tier::Tiers;
@@ -33,8 +34,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use trainyard_comm::Communicator;
 use trainyard_data::{IndexedTokens, Position, Samples, Tokenizer};
-use trainyard_model::{Model, ModelSpec, ParameterSpec};
-use trainyard_program::{Program, StepKind, Strategy};
+use trainyard_model::{Model, ModelSpec};
+use trainyard_program::{Program, StepKind};
 use trainyard_record::programs::Predicted;
 use trainyard_tensor::cpu::{Cpu, Isa};
 use trainyard_tensor::{DType, Device};
@@ -77,9 +78,12 @@ pub struct Session {
     pub rank: Rank,
     /// The programs of a step: without and with a snapshot at its end. Where replicas train apart,
     /// these are the programs of an inner step, and those of an outer step follow. Where the codec
-    /// of gradients has a warm-up, the programs of its steps follow in the same order. Those of the
-    /// stages of a batch warm-up follow all of these, in the same order each.
+    /// of gradients has a warm-up, the programs of its steps follow in the same order. With a
+    /// schedule of freezing there are two for each period. Those of the stages of a batch warm-up
+    /// follow all of these, in the same order each.
     pub programs: Vec<Program>,
+    /// The periods of a schedule of freezing; one without.
+    pub periods: Vec<Period>,
     /// Predicted memory and cost of a step.
     pub prediction: StepNeeds,
     /// True if checkpoints are written from a copy while training goes on.
@@ -87,8 +91,6 @@ pub struct Session {
     /// Measured peaks of this host on the threads of all its ranks, or of rank 0's GPU. Known on
     /// rank 0 only.
     pub peaks: Option<Peaks>,
-    /// Model FLOPs per token, forward and backward.
-    pub flops_per_token: f64,
     /// Predicted time of a step, or the reason why there is no prediction.
     pub time: std::result::Result<TimePrediction, String>,
     /// Progress of the run.
@@ -162,7 +164,7 @@ impl Session {
         match from.try_into().ok().map(u64::from_le_bytes) {
             // Rank 0 has verified it.
             Some(step) => {
-                if !session.rank.model().tuning().trains_all() {
+                if session.rank.model().has_frozen() {
                     // Checkpoints do not have what is not trained.
                     session.load_pretrained(&mut note)?;
                 }
@@ -224,13 +226,13 @@ impl Session {
         let own = world.rank() as u32;
         let model = shape::model_of(&resolved, spec.clone(), own)?;
         let batch = shape::batch_shape(&resolved, &model);
-        let mut programs = Vec::new();
-        for batch in resolved.batches().all() {
-            programs.extend(step_programs(&resolved.with_batch(batch), &model, own)?);
+        let (lowered, mut programs) = periods::step_programs(&resolved, &spec, &model, own)?;
+        for stage in &resolved.batch_stages {
+            programs.extend(periods::step_programs(&resolved.with_batch(stage.batch), &spec, &model, own)?.1);
         }
         let choice = collectives::choose(&resolved, &world)?;
         let settings = RankSettings { way: choice.way, ..shape::rank_settings(&resolved) };
-        let prediction = predict(shape::model_of(&resolved, spec.clone(), own)?, &programs[0], &batch, &settings)?;
+        let prediction = lowered.predict(shape::model_of(&resolved, spec.clone(), own)?, &batch, &settings)?;
         limit::check(&resolved, &spec, world.rank() as u32, &prediction)?;
         if let Some(doubt) =
             limit::check_machine(&resolved, &spec, world.rank() as u32, &prediction, ranks_here(&world))?
@@ -260,7 +262,7 @@ impl Session {
         if let Some(line) = int8(&resolved, &model) {
             note(&line);
         }
-        if let Some(line) = graphs(&resolved, &programs[0], &model)? {
+        if let Some(line) = graphs(&resolved, lowered.priced(), &model)? {
             note(&line);
         }
         let copies = limit::copies(&resolved, &prediction, ranks_here(&world));
@@ -276,10 +278,7 @@ impl Session {
             note(&format!("offloaded to the host: {}", crate::device::pinned(&prediction)));
         }
         let peaks = measure_peaks(&world, &resolved, &device)?;
-        let flops_per_token = model.flops_per_token(resolved.sequence_length).unwrap_or_default();
-        if let Some(line) = trained_part(&model) {
-            note(&line);
-        }
+        periods::notes(&model, &lowered.periods).iter().for_each(|line| note(line));
         if !model.adapters().is_empty()
             && !matches!(resolved.model, ModelSource::HuggingFace { load_weights: true, .. })
         {
@@ -288,9 +287,9 @@ impl Session {
         if resolved.config.parallel.hierarchical_sums {
             world.sum_by_nodes()?;
         }
-        let links = Links::by(choice.way, &world, &programs[0], &device)?;
-        let tiers = tiers(&resolved, &programs[0], &device, &folder)?;
-        let mut rank = Rank::with_tiers(&device, model, Holding::of(&programs[0]), tiers, links, &settings)?;
+        let links = Links::by(choice.way, &world, lowered.whole(), &device)?;
+        let tiers = tiers(&resolved, lowered.whole(), &device, &folder)?;
+        let mut rank = Rank::with_tiers(&device, model, Holding::of(lowered.whole()), tiers, links, &settings)?;
         distill::load(&rank, &resolved.config.distillation, note)?;
         consolidation::load(&mut rank, &resolved.config.consolidation, note)?;
         if !rank.tiers_are_direct() {
@@ -302,6 +301,7 @@ impl Session {
             step: 0,
             updates: 0,
             averaged: 0,
+            period_updates: Vec::new(),
             skipped_in_a_row: 0,
             skipped: 0,
             samples: 0,
@@ -331,10 +331,10 @@ impl Session {
             world,
             rank,
             programs,
+            periods: lowered.periods,
             prediction,
             copies_state,
             peaks,
-            flops_per_token,
             time: Err("no profile of this machine: run `trainyard calibrate`".to_owned()),
             state,
             inner_step_s: None,
@@ -345,12 +345,18 @@ impl Session {
     /// The place in [`Session::programs`] of the program of step `step`, from 0: number `outer` of
     /// [`shape::outer_strategies`], or the common one, with or without a snapshot at its end.
     pub(crate) fn program_place(&self, step: u64, outer: Option<usize>, snapshot: bool) -> usize {
-        let place = 2 * outer.map_or(0, |number| 1 + number) + usize::from(snapshot);
+        let place = 2 * (periods::at(&self.periods, step) + outer.map_or(0, |number| 1 + number));
+        let place = place + usize::from(snapshot);
         let batches = self.resolved.batches();
         let of_batch = self.programs.len() / batches.all().count();
         let warms_up = step < self.resolved.compression.warmup_steps;
         let batch = batches.stage(step).map_or(0, |stage| 1 + stage);
         place + if warms_up { of_batch / 2 } else { 0 } + batch * of_batch
+    }
+
+    /// The place of the program by which steps are priced: that of the period that computes the most.
+    pub fn priced(&self) -> usize {
+        2 * periods::dearest(&self.periods)
     }
 
     fn check_room(&self, note: &mut impl FnMut(&str)) -> Result<()> {
@@ -508,7 +514,7 @@ impl Session {
         let purposes: serde_json::Map<String, serde_json::Value> =
             self.prediction.purposes().into_iter().map(|(p, bytes)| (p.name().to_owned(), bytes.into())).collect();
         let mut plan = json!({
-            "program": self.programs[0],
+            "program": self.programs[self.priced()],
             "predicted": {
                 "flops": self.prediction.cost.flops,
                 "bytes": self.prediction.cost.bytes,
@@ -592,21 +598,6 @@ fn int8(resolved: &Resolved, model: &Model) -> Option<String> {
              scale for each row{without}; validation and generation do without"
         )
     })
-}
-
-/// A rank's programs of a step of one batch, in the order of [`Session::programs`].
-fn step_programs(resolved: &Resolved, model: &Model, rank: u32) -> Result<Vec<Program>> {
-    let batch = shape::batch_shape(resolved, model);
-    let shape = shape::model_shape(model, &batch, compute_dtype(resolved))?;
-    let strategy = shape::strategy(resolved, model.units().len())?;
-    let mut strategies = vec![strategy.clone()];
-    strategies.extend(shape::outer_strategies(resolved, &strategy));
-    if resolved.compression.warmup_steps > 0 {
-        let warm: Vec<_> = strategies.iter().map(|strategy| Strategy { warms_up: true, ..strategy.clone() }).collect();
-        strategies.extend(warm);
-    }
-    let of = |strategy| shape::programs(&shape, &shape::mesh(resolved), strategy, rank);
-    Ok(strategies.iter().map(of).collect::<Result<Vec<_>, _>>()?.concat())
 }
 
 /// A note on the effect of `training.cuda_graphs`, unless it is off.
@@ -739,17 +730,6 @@ pub fn inputs_for(config: &Config, inputs: Inputs) -> Result<Inputs> {
     let folder = config.model.path.as_deref().filter(|path| path.exists());
     let pretrained = folder.map(read_pretrained).transpose()?;
     Ok(Inputs { pretrained, ..inputs })
-}
-
-/// A line about how much of the model is trained; None if all of it is.
-fn trained_part(model: &Model) -> Option<String> {
-    if model.tuning().trains_all() {
-        return None;
-    }
-    let whole = |(_, spec): (_, &ParameterSpec)| spec.whole_shape().iter().product::<usize>();
-    let trained: usize = model.parameters().filter(|(_, spec)| spec.trained).map(whole).sum();
-    let all: usize = model.parameters().map(whole).sum();
-    Some(format!("trained: {trained} of {all} parameters ({:.2} %)", 100.0 * trained as f64 / all as f64))
 }
 
 /// The properties of the Hugging Face folder `path` that a configuration is checked against.

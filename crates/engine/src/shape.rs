@@ -416,9 +416,14 @@ pub fn expert_split(resolved: &Resolved, rank: u32) -> ExpertSplit {
 /// # Errors
 /// A model that cannot be divided among the ranks.
 pub fn model_of(resolved: &Resolved, spec: ModelSpec, rank: u32) -> Result<Model> {
+    tuned_model(resolved, spec, rank, &tuning(&resolved.config))
+}
+
+/// As [`model_of`], with another tuning than the configuration's.
+pub(crate) fn tuned_model(resolved: &Resolved, spec: ModelSpec, rank: u32, tuning: &Tuning) -> Result<Model> {
     let experts = expert_split(resolved, rank);
     let whole = split(spec, tensor_split(resolved, rank), context_split(resolved, rank), experts)?;
-    crate::distill::taught(whole.tuned(&tuning(&resolved.config))?, resolved)
+    crate::distill::taught(whole.tuned(tuning)?, resolved)
 }
 
 /// The usual width of adapters.
@@ -454,8 +459,13 @@ pub fn tuning(config: &Config) -> Tuning {
             })
         }
     };
-    let layer_rate_decay = section.layer_rate_decay;
-    Tuning { adapter, freeze: section.freeze.0.clone(), train: section.train.0.clone(), layer_rate_decay }
+    Tuning {
+        adapter,
+        freeze: section.freeze.0.clone(),
+        train: section.train.0.clone(),
+        layer_rate_decay: section.layer_rate_decay,
+        freeze_schedule: crate::periods::patterns(config),
+    }
 }
 
 /// One rank's part of a model. An error names the keys that ask for parts.

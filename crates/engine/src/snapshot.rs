@@ -60,6 +60,9 @@ pub struct RunState {
     /// Number of weights that the average of the weights has taken. Old checkpoints do not have it.
     #[serde(default)]
     pub averaged: u64,
+    /// Updates made in each period of a schedule of freezing; empty if there is none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub period_updates: Vec<u64>,
     /// Number of steps skipped in a row up to now.
     pub skipped_in_a_row: u64,
     /// Number of steps skipped in total.
@@ -530,7 +533,10 @@ pub fn restore(rank: &mut Rank, checkpoint: &Checkpoint) -> Result<RunState> {
     }
     state.scaler = state.scaler.continued(rank.scaler());
     let RunState { updates, averaged, scaler, .. } = state;
-    rank.core(|core| (core.updates, core.averaged, core.scaler) = (updates, averaged, scaler));
+    rank.core(|core| {
+        (core.updates, core.averaged, core.scaler) = (updates, averaged, scaler);
+        core.period_updates = state.period_updates.clone();
+    });
     Ok(state)
 }
 

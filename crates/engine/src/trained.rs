@@ -112,7 +112,13 @@ pub fn open_trained(
     runtime: &Runtime,
     mut note: impl FnMut(&str),
 ) -> Result<Trained> {
-    let device = match runtime.device {
+    let device = device_of(runtime, &mut note)?;
+    open_trained_on(&device, folder, selection, runtime.dtype, note)
+}
+
+/// Opens the device of `runtime`.
+pub(crate) fn device_of(runtime: &Runtime, note: &mut impl FnMut(&str)) -> Result<Device> {
+    Ok(match runtime.device {
         DeviceKind::Cpu => Device::cpu(runtime.isa, runtime.threads, None),
         DeviceKind::Cuda(ordinal) => {
             let cuda = Cuda::open(ordinal.unwrap_or(0), runtime.threads)?;
@@ -121,8 +127,7 @@ pub fn open_trained(
             }
             Device::cuda(Arc::new(cuda), None)
         }
-    };
-    open_trained_on(&device, folder, selection, runtime.dtype, note)
+    })
 }
 
 /// Like [`open_trained`], on an open device. `dtype` is that of forward. None: the run's, or f32
@@ -186,7 +191,7 @@ pub fn open_trained_on(
     let dtype = dtype.unwrap_or_else(|| dtype_of(config.precision.compute));
     let tuning = tuning(&config);
     let mut rank = Rank::for_inference(device, Model::new(spec.clone())?.tuned(&tuning)?, dtype)?;
-    if !tuning.trains_all() {
+    if rank.model().has_frozen() {
         load_frozen(&mut rank, &config, &mut note)?;
     }
     match weights {
@@ -259,15 +264,26 @@ fn open_hugging_face(
             (base, Tuning { adapter: Some(adapter), ..Tuning::default() })
         }
     };
-    let Described { spec, packed } = read_description(&base, &mut *note)?;
     let own_tokenizer = folder.join(files::TOKENIZER).is_file();
     let of_tokenizer = if own_tokenizer { folder } else { &base };
-    let tokenizer = spec.image.is_none().then(|| pretrained::tokenizer(of_tokenizer)).transpose()?;
     let adapter = tuning.adapter.is_some().then_some(folder);
-    let mut model = Model::new(spec.clone())?;
-    if adapter.is_some() {
-        model = model.tuned(&tuning)?;
-    }
+    open_tuned(&base, of_tokenizer, &tuning, adapter, device, dtype, note)
+}
+
+/// Opens the Hugging Face folder `base` as `tuning` changes it, with the adapters of the folder
+/// `adapter` or new ones, and with the tokenizer that lies in `of_tokenizer`.
+pub(crate) fn open_tuned(
+    base: &Path,
+    of_tokenizer: &Path,
+    tuning: &Tuning,
+    adapter: Option<&Path>,
+    device: &Device,
+    dtype: Option<DType>,
+    note: &mut impl FnMut(&str),
+) -> Result<Trained> {
+    let Described { spec, packed } = read_description(base, &mut *note)?;
+    let tokenizer = spec.image.is_none().then(|| pretrained::tokenizer(of_tokenizer)).transpose()?;
+    let model = Model::new(spec.clone())?.tuned(tuning)?;
     let mut rank = Rank::for_inference(device, model, dtype.unwrap_or(DType::F32))?;
     if packed.is_some_and(|format| format.codes_inputs) {
         if device.as_cpu().is_none() {
@@ -277,7 +293,7 @@ fn open_hugging_face(
         }
         rank.round_inputs();
     }
-    for line in load_weights(&mut rank, &base, adapter)? {
+    for line in load_weights(&mut rank, base, adapter)? {
         note(&line);
     }
     Ok(Trained { rank, tokenizer, spec, run: None })

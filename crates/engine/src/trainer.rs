@@ -4,6 +4,7 @@
 mod advance;
 mod checks;
 mod evaluation;
+mod periods;
 mod rounds;
 mod spikes;
 
@@ -448,6 +449,7 @@ impl<'s> Run<'s> {
 
     /// Executes the step program.
     fn step(&mut self, NextStep { place, snapshot }: NextStep) -> Result<StepOutcome> {
+        self.begin_period();
         let session = &mut *self.session;
         let settings = StepSettings {
             step: session.state.step,
@@ -552,7 +554,7 @@ impl<'s> Run<'s> {
         let session = &mut *self.session;
         let dtype = compute_dtype(&session.resolved);
         // A step that this rank left out must not look like one that was faster than the machine.
-        let flops = if outcome.late { 0.0 } else { session.flops_per_token * outcome.tokens as f64 };
+        let flops = if outcome.late { 0.0 } else { session.period(step - 1).flops_per_token * outcome.tokens as f64 };
         let tokens = if outcome.waits_for_round() { 0 } else { outcome.tokens };
         let work = Work { tokens, flops, seconds: step_s };
         let Throughput { tps, tflops, mfu } = self.throughput(work);
@@ -591,6 +593,7 @@ impl<'s> Run<'s> {
             late: outcome.late,
             sparsity: outcome.sparsity.share(),
             penalty: outcome.penalty,
+            trained_parameters: session.trained_parameters(step - 1),
             experts: outcome.routing.as_ref().and_then(ExpertMetrics::new),
             skipped: outcome.skipped,
         };

@@ -115,6 +115,23 @@ fn layouts_agree_through_a_batch_warmup() {
     assert_eq!(record["mem_peak_bytes"], record["predicted_mem_peak_bytes"], "stages");
 }
 
+/// A schedule of freezing has its periods in every stage.
+#[test]
+fn freezing_by_schedule_goes_with_a_batch_warmup() {
+    let folder = tempfile::tempdir().unwrap();
+    let frozen =
+        "fine_tuning.freeze_schedule=[{ from_step = 0, frozen = ['block.0.*'] }, { from_step = 3, frozen = [] }]";
+    let run = train(folder.path(), "both", &[STAGES, &[frozen]].concat());
+    let trained = |record: &Value| record["trained_parameters"].as_u64().unwrap();
+    let records = records(&run);
+    assert!(trained(&records[0]) == trained(&records[2]) && trained(&records[2]) < trained(&records[3]), "{records:?}");
+    let last = records.last().unwrap();
+    assert_eq!(last["mem_peak_bytes"], last["predicted_mem_peak_bytes"]);
+    for step in [1, 3, 4] {
+        assert_eq!(end(&go_on(&run, &format!("from-{step}"), step, &[])), end(&run), "resumed after step {step}");
+    }
+}
+
 fn resolve(sets: &[&str]) -> Result<Resolved, String> {
     let sets: Vec<String> = [STAGES, sets].concat().iter().map(|set| (*set).to_owned()).collect();
     let inputs = Inputs { batches_supplied: true, ..Inputs::of_this_machine() };

@@ -39,6 +39,10 @@ const QDORA: &[&str] = &["fine_tuning.adapter='dora'", "fine_tuning.base_dtype='
 /// Whole units and parts of units are frozen, and their matrices lie encoded.
 const MIXED_IN_8_BITS: &[&str] = &[MIXED[0], MIXED[1], "fine_tuning.base_dtype='int8'"];
 
+/// Other units and parts of units rest in the first two steps than after them.
+const PARTS: &str = "fine_tuning.freeze_schedule=[{from_step=0,frozen=['block.0.*','*.norm*']},\
+        {from_step=2,frozen=['block.1.attn.*','head.*','embedding.*']}]";
+
 fn joined<'s>(parts: &[&[&'s str]]) -> Vec<&'s str> {
     parts.concat()
 }
@@ -95,6 +99,26 @@ fn a_frozen_bottom_trains_the_same_bits_in_every_layout() {
 #[test]
 fn frozen_parts_of_units_train_the_same_bits_in_every_layout() {
     same_bits(MIXED);
+}
+
+/// Periods that unfreeze from above, freeze from below, and rest parts of units.
+#[test]
+fn a_schedule_of_freezing_trains_the_same_bits_in_every_layout() {
+    const UNFREEZE: &str = "fine_tuning.freeze_schedule=[{from_step=0,frozen=['embedding.*','block.*']},\
+        {from_step=1,frozen=['embedding.*','block.0.*']},{from_step=3,frozen=[]}]";
+    const FREEZE: &str = "fine_tuning.freeze_schedule=[{from_step=1,frozen='embedding.*'},{from_step=2,frozen=['embedding.*','block.0.*']}]";
+    for tuning in [UNFREEZE, FREEZE, PARTS] {
+        same_bits(&[tuning]);
+    }
+    same_bits(&[PARTS, "precision.compute='bf16'"]);
+    let tied = [PARTS, "precision.compute='bf16'", "model.tie_embeddings=true", "parallel.ranks=4"];
+    let stages = ["parallel.zero_stage=0", "parallel.zero_stage=2", "parallel.zero_stage=3"];
+    all_alike(&tied, &[&stages[..1], &stages[1..2], &stages[2..]]);
+    same_bits(&[FREEZE, "optimizer.name='adamw'", "fine_tuning.freeze='block.1.attn.*'", "precision.compute='bf16'"]);
+    const ADAPTERS: &str =
+        "fine_tuning.freeze_schedule=[{from_step=0,frozen='block.0.*'},{from_step=2,frozen='block.1.*lora_a'}]";
+    same_bits(&joined(&[LORA, &[ADAPTERS]]));
+    same_bits(&joined(&[QLORA, &[ADAPTERS]]));
 }
 
 #[test]
@@ -265,7 +289,7 @@ fn what_is_frozen_has_no_state() {
 #[test]
 fn adapters_on_split_layers_train_as_on_one_rank() {
     let base = ["precision.compute='f32'", "model.heads=6", "model.kv_heads=2", "model.dim=48"];
-    for tuning in [LORA, MIXED, DORA] {
+    for tuning in [LORA, MIXED, DORA, &[PARTS]] {
         let one = train(&joined(&[&base, tuning]), STEPS);
         for layout in [
             &["parallel.tensor_parallel_degree=2", "parallel.sequence_parallel=false"][..],

@@ -33,6 +33,7 @@ fn step(step: u64) -> StepMetrics {
         late: false,
         sparsity: None,
         penalty: None,
+        trained_parameters: None,
         experts: None,
         skipped: false,
     }

@@ -12,6 +12,7 @@
 //! | [`units`] | embeddings, block and heads that families share |
 //! | [`split`] | the units of one rank of a tensor-parallel group |
 //! | [`tuning`] | frozen parameters, and adapters on linear layers |
+//! | [`periods`] | freezing by schedule |
 //! | [`parameter`], [`patch`], [`init`] | parameters, their places in buffers, initial values |
 //! | [`hf`], [`weights`] | `config.json` and safetensors, in and out |
 //! | [`gguf`] | GGUF files, in |
@@ -30,6 +31,7 @@ pub mod init;
 pub mod model;
 pub mod parameter;
 pub mod patch;
+pub mod periods;
 pub mod presets;
 pub mod rope;
 pub mod routing;
@@ -49,6 +51,7 @@ pub use init::initialise;
 pub use model::Model;
 pub use parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split, UnitLayout};
 pub use patch::Patch;
+pub use periods::Periods;
 pub use presets::{PRESET_NAMES, preset};
 pub use routing::{LayerRouting, RoutingLog, RoutingRecord};
 pub use spec::{Activation, EncoderSpec, ExpertsSpec, Gate, ImageSpec, ModelSpec, RopeScaling, RopeSpec};

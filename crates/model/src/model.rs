@@ -141,6 +141,11 @@ impl Model {
         &self.adapters
     }
 
+    /// True if some parameter is never trained.
+    pub fn has_frozen(&self) -> bool {
+        self.parameters().any(|(_, parameter)| !parameter.trained)
+    }
+
     /// The first unit of which something is trained.
     pub fn lowest_trained(&self) -> usize {
         let is_trained = |unit: &dyn Unit| unit.parameters().iter().any(|parameter| parameter.trained);
@@ -159,7 +164,8 @@ impl Model {
             let elements = parameter.whole_shape().iter().product::<usize>() as f64;
             let multiplied = parameter.kind == ParameterKind::Matrix || borrowed(id);
             flops += match (parameter.is_adapter(), multiplied, parameter.trained) {
-                (true, ..) => 6.0 * elements,
+                (true, _, true) => 6.0 * elements,
+                (true, _, false) => 4.0 * elements,
                 (false, true, false) => -2.0 * elements,
                 _ => 0.0,
             };

@@ -4,6 +4,7 @@
 //! key and value are rows of one matrix, gate and up of another, so that each needs one product.
 //! [`Source`] says which rows come from which tensor.
 
+use crate::periods::Periods;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trainyard_program::Layout;
@@ -119,6 +120,8 @@ pub struct ParameterSpec {
     /// True if training updates it. A frozen parameter has no gradient, no master and no optimizer
     /// state.
     pub trained: bool,
+    /// The periods of training in which it is frozen for a time, although it is trained in others.
+    pub rests_in: Periods,
     /// Factor of the learning rate, for it alone.
     pub rate: f64,
     /// Factor of the weight decay, which rules multiply by its learning rate.
@@ -211,6 +214,7 @@ impl ParameterSpec {
             layout,
             of_experts: false,
             trained: true,
+            rests_in: Periods::default(),
             rate: 1.0,
             decay: 1.0,
         }
@@ -350,6 +354,8 @@ impl ParameterSpec {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitLayout {
     ranges: Vec<Range<usize>>,
+    /// The periods in which each parameter rests.
+    rests_in: Vec<Periods>,
     /// Elements of the trained and of the frozen region before padding.
     flat_elements: [usize; 2],
     /// The first element of the trained parts of experts.
@@ -387,12 +393,24 @@ impl UnitLayout {
         let frozen = place(&|p| !p.trained, trained_elements);
         let elements = trained_elements + padded(frozen);
         let flat_elements = [trained, frozen];
-        UnitLayout { ranges, flat_elements, experts_start, trained_elements, elements, shards }
+        let rests_in = parameters.iter().map(|parameter| parameter.rests_in).collect();
+        UnitLayout { ranges, rests_in, flat_elements, experts_start, trained_elements, elements, shards }
     }
 
     /// The elements of parameter `index`.
     pub fn range(&self, index: usize) -> Range<usize> {
         self.ranges[index].clone()
+    }
+
+    /// The periods of a schedule of freezing in which parameter `index` rests.
+    pub fn rests_in(&self, index: usize) -> Periods {
+        self.rests_in[index]
+    }
+
+    /// Those in which everything that is trained rests.
+    pub fn all_rest_in(&self) -> Periods {
+        let each = self.trained().map(|(index, _)| self.rests_in[index]);
+        each.reduce(Periods::and).unwrap_or_default()
     }
 
     /// The elements of every parameter, in order.

@@ -8,6 +8,7 @@
 //! Names in files are those of PEFT.
 
 use crate::parameter::{Init, ParameterKind, ParameterSpec, Piece, Source, Split};
+use crate::periods::schedule;
 use crate::unit::{Exchange, Forward, Segment, Segments, Unit, Value};
 use crate::{Model, ModelError, Result};
 use serde::{Deserialize, Serialize};
@@ -70,6 +71,10 @@ pub struct Tuning {
     /// rate (Howard & Ruder 2018, discriminative fine-tuning). None: 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layer_rate_decay: Option<f64>,
+    /// Per period of training, patterns of what is frozen in it beside: parameters of adapters too.
+    /// Empty: there is one period, and nothing is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub freeze_schedule: Vec<Vec<String>>,
 }
 
 impl Tuning {
@@ -78,9 +83,9 @@ impl Tuning {
         *self == Tuning::default()
     }
 
-    /// True if everything is trained and nothing is added, at whatever rates.
+    /// True if everything is trained in every step and nothing is added, at whatever rates.
     pub fn trains_all(&self) -> bool {
-        self.adapter.is_none() && self.freeze.is_empty()
+        self.adapter.is_none() && self.freeze.is_empty() && self.freeze_schedule.is_empty()
     }
 
     /// True if the parameter `name`, which is not an adapter's, is trained.
@@ -106,6 +111,14 @@ struct TunedUnit {
     parameters: Vec<ParameterSpec>,
     /// None if no adapter with magnitudes has a weight of which ranks have parts of rows.
     parted: Option<PartedRows>,
+}
+
+impl TunedUnit {
+    /// Its parameters with their full names.
+    fn named(&mut self) -> impl Iterator<Item = (String, &mut ParameterSpec)> {
+        let unit = self.inner.name().to_owned();
+        self.parameters.iter_mut().map(move |parameter| (format!("{unit}.{}", parameter.name), parameter))
+    }
 }
 
 impl Unit for TunedUnit {
@@ -259,7 +272,7 @@ pub(crate) fn tuned(
     }
     let mut targets = Vec::new();
     let mut adapters = Adapters::new();
-    let mut all: Vec<Box<dyn Unit>> = Vec::with_capacity(units.len());
+    let mut all = Vec::with_capacity(units.len());
     for (number, inner) in units.into_iter().enumerate() {
         let mut parameters = inner.parameters().to_vec();
         let mut parted = Vec::new();
@@ -292,8 +305,9 @@ pub(crate) fn tuned(
             }
         }
         let parted = PartedRows::new(inner.segments(), parted)?;
-        all.push(Box::new(TunedUnit { inner, parameters, parted }));
+        all.push(TunedUnit { inner, parameters, parted });
     }
+    schedule(tuning, all.iter_mut().flat_map(TunedUnit::named).collect())?;
     if let Some(spec) = &tuning.adapter {
         if spec.rank == 0 {
             return Err(ModelError::Tuning("an adapter of rank 0 adds nothing: give a rank of 1 or more".into()));
@@ -307,10 +321,10 @@ pub(crate) fn tuned(
             )));
         }
     }
-    if !all.iter().any(|unit| unit.parameters().iter().any(|parameter| parameter.trained)) {
+    if !all.iter().any(|unit| unit.parameters.iter().any(|parameter| parameter.trained)) {
         return Err(ModelError::Tuning("every parameter is frozen, so there is nothing to train".into()));
     }
-    Ok((all, adapters))
+    Ok((all.into_iter().map(|unit| Box::new(unit) as Box<dyn Unit>).collect(), adapters))
 }
 
 /// True for the weights of a router and of the experts that it chooses from. Their products are not

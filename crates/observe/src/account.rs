@@ -92,7 +92,7 @@ fn break_down(program: &Program, spans: Vec<Span>, seconds: f64) -> Breakdown {
 /// The breakdown of rank 0's predicted step; None without a prediction.
 pub fn predicted(run: &Run) -> Option<Breakdown> {
     let predicted = run.predicted.as_ref()?;
-    let program = run.ranks.first()?.programs.programs.first()?;
+    let program = run.ranks.first()?.programs.priced();
     let spans = predicted.stages.get(program.stage() as usize)?;
     if spans.len() != program.instructions.len() {
         return None;

@@ -170,8 +170,12 @@ fn clock_shifts(of_ranks: &[(&RankRecord, &Step)]) -> Vec<f64> {
 /// The work of an instruction of a recorded rank.
 pub fn work(run: &Run, rank: usize, number: usize, instruction: &Instruction) -> Work {
     let programs = &run.ranks[rank].programs;
-    // The other programs are the first with more instructions, so there it is no later than here.
-    let first = &programs.programs[0].instructions;
+    // Another program is the priced one with more instructions, so there it is no later than here;
+    // or, in another period of a schedule of freezing, one with fewer.
+    let first = &programs.priced().instructions;
     let at = first.iter().take(number + 1).rposition(|own| own.action == instruction.action);
-    at.and_then(|at| programs.work.get(at)).copied().unwrap_or_default()
+    at.or_else(|| first.iter().position(|own| own.action == instruction.action))
+        .and_then(|at| programs.work.get(at))
+        .copied()
+        .unwrap_or_default()
 }

@@ -203,9 +203,9 @@ fn between(events: &mut Vec<Value>, step: &Measured<'_>, program: &Program, begi
     }
 }
 
-/// The predicted step, which is one of the first program, begun when the measured one began.
+/// The predicted step, which is one of the priced program, begun when the measured one began.
 fn predicted(events: &mut Vec<Value>, run: &Run, step: &Measured<'_>, rank: usize, begin: f64) {
-    let program = &run.ranks[rank].programs.programs[0];
+    let program = run.ranks[rank].programs.priced();
     let Some(spans) = run.predicted.as_ref().and_then(|p| p.stages.get(program.stage() as usize)) else { return };
     for (instruction, [start, end]) in program.instructions.iter().zip(spans) {
         let [ts, dur] = slice(begin + start, begin + end);

@@ -121,6 +121,7 @@ impl<'a> Bounds<'a> {
             folded: false,
             rounding_bits: None,
             pruned: false,
+            period: None,
             snapshot: false,
             prefetch: 1,
             resident: Vec::new(),

@@ -223,6 +223,7 @@ impl<'a> Lowering<'a> {
             folded: strategy.elastic,
             rounding_bits: strategy.rounding_bits,
             pruned: strategy.pruned,
+            period: strategy.period,
             snapshot: strategy.snapshot,
             prefetch: strategy.prefetch,
             resident: Vec::new(),

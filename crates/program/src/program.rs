@@ -35,7 +35,8 @@ pub struct Program {
     pub units: Vec<String>,
     /// Per unit, the other units whose parameters it reads.
     pub borrows: Vec<Vec<u32>>,
-    /// The units of which nothing is trained, ascending. They have neither gradients nor updates.
+    /// The units of which the step trains nothing, ascending. They have neither gradients nor
+    /// updates in it. Units that other steps train have state all the same.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub frozen: Vec<u32>,
     /// The first unit that has a backward: nothing below it is trained.
@@ -71,6 +72,9 @@ pub struct Program {
     /// True if updates keep weights of the matrices of blocks at zero.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub pruned: bool,
+    /// The period of a schedule of freezing to which the step belongs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub period: Option<u32>,
     /// True if the step ends by handing the state to the checkpoint writer.
     pub snapshot: bool,
     /// Number of passes that anything may be brought ahead of its use. Also the number of

@@ -31,6 +31,10 @@ pub struct UnitShape {
     /// neither gradients nor masters nor optimizer state.
     #[serde(default)]
     pub frozen_elements: u64,
+    /// True if what is trained of it is frozen in this step alone, and other steps train it: its
+    /// state is held, and nothing reads or writes it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub rests: bool,
     /// The elements of each of its frozen parameters that [`Tier::Encoded`] encodes: matrices of
     /// blocks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -64,6 +68,13 @@ pub struct UnitShape {
     pub split: Option<SplitShape>,
 }
 
+impl UnitShape {
+    /// True if no step trains anything of it.
+    pub fn has_no_state(&self) -> bool {
+        self.frozen_elements > 0 && self.frozen_elements >= self.flat_elements
+    }
+}
+
 /// The facts about a model that a lowering needs: its units in order of execution. The last one
 /// computes the loss.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -75,9 +86,9 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// The units of which nothing is trained, ascending.
+    /// The units of which nothing is trained in this step, ascending.
     pub fn frozen_units(&self) -> Vec<u32> {
-        let frozen = |unit: &UnitShape| unit.frozen_elements > 0 && unit.frozen_elements >= unit.flat_elements;
+        let frozen = |unit: &UnitShape| unit.rests || unit.has_no_state();
         (0..).zip(&self.units).filter(|(_, unit)| frozen(unit)).map(|(number, _)| number).collect()
     }
 
@@ -323,6 +334,9 @@ pub struct Strategy {
     pub rounding_bits: Option<u8>,
     /// True if updates keep weights of the matrices of blocks at zero.
     pub pruned: bool,
+    /// The period of a schedule of freezing to which the step belongs; None: there is no schedule,
+    /// or the step trains what any period trains.
+    pub period: Option<u32>,
 }
 
 impl Strategy {
@@ -355,6 +369,7 @@ impl Strategy {
             server: None,
             rounding_bits: None,
             pruned: false,
+            period: None,
         }
     }
 }

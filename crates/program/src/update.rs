@@ -227,10 +227,15 @@ impl Lowering<'_> {
         last
     }
 
+    /// The units that the rank holds with gradients, masters and optimizer state.
+    fn with_state(&self) -> impl Iterator<Item = u32> + '_ {
+        self.holds.iter().copied().filter(|unit| !self.sizes.model.units[*unit as usize].has_no_state())
+    }
+
     /// The memory that is held from the first instruction to the last.
     pub(crate) fn resident(&self) -> Vec<Effect> {
         let offload = &self.strategy.offload;
-        let sum = |of: &dyn Fn(u32) -> u64| self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64;
+        let sum = |of: &dyn Fn(u32) -> u64| self.with_state().map(of).sum::<u64>() as i64;
         let gradient = |unit| self.sizes.held(unit, self.sizes.placement.gradients, self.strategy.bytes.gradient);
         let copies_held = self.holds.iter().map(|unit| self.sizes.staying(*unit)).sum::<u64>() as i64;
         // Fewer servers than ranks hold the shards of several ranks each.
@@ -295,7 +300,7 @@ impl Lowering<'_> {
             let outer = self.strategy.outer.filter(|_| is_apart);
             gradients + outer.map_or(0, |encoding| of_outer(unit, encoding))
         };
-        self.trains.iter().map(|unit| of(*unit)).sum::<u64>() as i64
+        self.with_state().map(of).sum::<u64>() as i64
     }
 
     /// Bytes of the factors Q of a unit.

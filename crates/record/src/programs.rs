@@ -8,10 +8,13 @@ use trainyard_program::Program;
 /// `trace/rank-N.program.json`: the programs of one rank.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Programs {
-    /// The programs. The first one ends without a snapshot; the others are the first with more
-    /// instructions.
+    /// The programs. The priced one ends without a snapshot; the others are it with more
+    /// instructions, or with fewer where a schedule freezes more.
     pub programs: Vec<Program>,
-    /// The work of every instruction of the first program.
+    /// The place of the priced one.
+    #[serde(default)]
+    pub priced: usize,
+    /// The work of every instruction of the priced program.
     pub work: Vec<Work>,
     /// Threads of the rank's kernels.
     pub threads: u32,
@@ -38,11 +41,16 @@ pub struct Predicted {
     pub step_s: f64,
     /// The basis of the prediction, in words.
     pub basis: String,
-    /// Per pipeline stage, start and end of each instruction of its first program.
+    /// Per pipeline stage, start and end of each instruction of its priced program.
     pub stages: Vec<Vec<[f64; 2]>>,
 }
 
 impl Programs {
+    /// The program whose work and time are predicted.
+    pub fn priced(&self) -> &Program {
+        self.programs.get(self.priced).unwrap_or(&self.programs[0])
+    }
+
     /// The path of the file of `rank`.
     pub fn path(run: &Path, rank: u32) -> PathBuf {
         trace_folder(run).join(format!("rank-{rank}.program.json"))

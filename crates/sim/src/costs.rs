@@ -432,6 +432,7 @@ impl Units {
                 name: name.clone(),
                 flat_elements: unit.elements as u64,
                 matrices: Vec::new(),
+                rests: false,
                 frozen_elements: unit.tuned.as_ref().map_or(0, |tuned| tuned.frozen_elements),
                 encodable: unit.tuned.as_ref().map_or(Vec::new(), |tuned| tuned.encodable.clone()),
                 borrows: if tied && index == last { vec![0] } else { Vec::new() },

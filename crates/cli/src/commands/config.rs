@@ -8,12 +8,10 @@ use std::sync::Mutex;
 use trainyard_base::{format_bytes, lock};
 use trainyard_data::{ImageIndex, IndexOptions, Tokenizer};
 use trainyard_engine::config::{Config, DataFormat, Inputs, PRESETS, Resolved, TokenizerKind, documentation};
-use trainyard_engine::limit;
-use trainyard_engine::predict::{StepNeeds, predict};
+use trainyard_engine::predict::StepNeeds;
 use trainyard_engine::session::inputs_for;
-use trainyard_engine::shape::{
-    batch_shape, compute_dtype, mesh, model_notes, model_of, model_shape, model_spec, programs, rank_settings, strategy,
-};
+use trainyard_engine::shape::{batch_shape, model_notes, model_of, model_spec, rank_settings, strategy};
+use trainyard_engine::{limit, periods};
 use trainyard_model::{Model, preset};
 use trainyard_program::Program;
 
@@ -169,8 +167,8 @@ fn indented(text: &str) -> String {
     text.lines().map(|line| format!("  {line}\n")).collect()
 }
 
-/// The model, rank `rank`'s step program without and with a snapshot, and the needs of the step.
-/// None while the vocabulary is unknown.
+/// The model, rank `rank`'s step program without and with a snapshot, and the needs of the run. With
+/// a schedule of freezing it is the program of the period that computes the most. None while the vocabulary is unknown.
 pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2], StepNeeds)>> {
     if let trainyard_engine::config::ModelSource::Shape(shape) = &resolved.model
         && shape.vocab_size.is_none()
@@ -180,8 +178,9 @@ pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2
     let spec = model_spec(resolved)?;
     let model = model_of(resolved, spec.clone(), rank)?;
     let batch = batch_shape(resolved, &model);
-    let shape = model_shape(&model, &batch, compute_dtype(resolved))?;
-    let programs = programs(&shape, &mesh(resolved), &strategy(resolved, model.units().len())?, rank)?;
-    let prediction = predict(model_of(resolved, spec, rank)?, &programs[0], &batch, &rank_settings(resolved))?;
-    Ok(Some((model, programs, prediction)))
+    let strategy = strategy(resolved, model.units().len())?;
+    let mut lowered = periods::lower(resolved, &spec, &model, &strategy, rank)?;
+    let prediction = lowered.predict(model_of(resolved, spec, rank)?, &batch, &rank_settings(resolved))?;
+    let priced = lowered.programs.swap_remove(periods::dearest(&lowered.periods));
+    Ok(Some((model, priced, prediction)))
 }

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use trainyard_data::{OnInvalid, Tokenizer};
+use trainyard_engine::adapters::open_adapted;
 use trainyard_engine::config::PAIRED_LENGTH;
 use trainyard_engine::ensemble::{Combination, EnsembleEvaluation, Score, evaluate_ensemble};
 use trainyard_engine::evaluate::{EvaluationProgress, EvaluationSettings, evaluate_until};
@@ -15,10 +16,11 @@ use trainyard_engine::images::{HeldBack, evaluate_images_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::rank::Rank;
 use trainyard_engine::spans;
-use trainyard_engine::trained::{Trained, open_trained};
+use trainyard_engine::trained::{Selection, Trained, open_trained};
 
 /// Evaluate a run or a Hugging Face folder on text: loss, perplexity, bits per byte. With
-/// `--ensemble`, evaluate several models alone and together.
+/// `--ensemble`, evaluate several models alone and together; with `--adapter`, several adapters on
+/// one base.
 #[derive(clap::Args)]
 pub struct Args {
     /// A run's folder, or a Hugging Face folder; several with --ensemble.
@@ -28,6 +30,10 @@ pub struct Args {
     /// probabilities, or the token that most of them find most probable.
     #[arg(long, value_enum, value_name = "KIND")]
     ensemble: Option<Ensemble>,
+    /// A PEFT adapter of the model, which is a Hugging Face folder; may be given several times. The
+    /// model is loaded once, and evaluated without an adapter and with each of them.
+    #[arg(long = "adapter", value_name = "DIR", conflicts_with_all = ["ensemble", "skip_invalid"])]
+    adapters: Vec<PathBuf>,
     #[command(flatten)]
     checkpoint: CheckpointArgs,
     /// Files or folders of text, JSONL, .zst, .gz, or prefixes of token files made with the model's
@@ -101,6 +107,9 @@ pub fn run(args: &Args) -> Result<()> {
             .with_context(|| format!("cannot open the model {}", model.display()))
     };
     let models = &args.models;
+    if !args.adapters.is_empty() {
+        return with_adapters(args);
+    }
     match (args.ensemble, &models[..]) {
         (None, [model]) => alone(args, model, &open_model(model)?),
         (None, _) => bail!("{} models: say how to combine them, --ensemble mean or vote", models.len()),
@@ -163,6 +172,63 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     }
     for text in &metrics.texts {
         print(format_args!("  {:.4}       {}, {} tokens\n", text.loss, text.name, count(text.tokens)))?;
+    }
+    Ok(())
+}
+
+/// Evaluates adapters on one base.
+fn with_adapters(args: &Args) -> Result<()> {
+    let [base] = &args.models[..] else { bail!("--adapter: {} models, and adapters are of one", args.models.len()) };
+    if args.checkpoint.selection() != Selection::default() {
+        bail!("--adapter: adapters are of a Hugging Face folder, which has no checkpoints");
+    }
+    let mut adapted = open_adapted(base, &args.adapters, &args.runtime.resolve()?, note)
+        .with_context(|| format!("cannot open the model {} with adapters", base.display()))?;
+    if adapted.trained.spec.image.is_some() {
+        bail!("--adapter evaluates models of text, and {} is one of images", base.display());
+    }
+    let scratch = Scratch::new()?;
+    let tokenizer = args.bos.tokenizer(base, &adapted.trained)?;
+    let texts = open(&args.data, &args.form(), &tokenizer, scratch.path())?;
+    let settings = settings(args, &adapted.trained, &tokenizer, args.rows)?;
+    let plain = adapted.has_plain_base().then_some(None);
+    let (mut rows, mut tokens) = (Vec::new(), 0);
+    for number in plain.into_iter().chain((0..args.adapters.len()).map(Some)) {
+        adapted.take(number)?;
+        let mut display = progress::for_stderr();
+        let found = evaluate_until(&adapted.trained.rank, &texts, &tokenizer, settings, &mut |done| {
+            display.evaluating(done);
+            Ok(false)
+        });
+        display.end();
+        let found = found?.context("nobody stops it")?;
+        if found.targets == 0 {
+            bail!("the text has no token to predict: give documents of at least two tokens");
+        }
+        let folder = number.map(|number| &args.adapters[number]);
+        if !found.loss_sum.is_finite() {
+            let name = folder.unwrap_or(base).display();
+            bail!("the loss of {name} is not finite: its weights hold NaN or infinities, or are close to it");
+        }
+        tokens = found.targets;
+        rows.push((folder, found.loss()));
+    }
+    if args.json {
+        let row = |(folder, loss): &(Option<&PathBuf>, f64)| json!({"adapter": folder, "loss": loss, "perplexity": loss.exp()});
+        let rows: Vec<_> = rows.iter().map(row).collect();
+        return print(format_args!("{}\n", json!({"model": base, "tokens": tokens, "adapters": rows})));
+    }
+    print(format_args!(
+        "{}, {} tokens\n{:<28} {:>8} {:>11}\n",
+        base.display(),
+        count(tokens),
+        "",
+        "loss",
+        "perplexity"
+    ))?;
+    for (folder, loss) in rows {
+        let name = folder.map_or("no adapter".to_owned(), |folder| folder.display().to_string());
+        print(format_args!("{name:<28} {loss:>8.4} {:>11.4}\n", loss.exp()))?;
     }
     Ok(())
 }

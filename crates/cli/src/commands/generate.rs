@@ -5,9 +5,10 @@ use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use trainyard_data::{ChatTemplate, Tokenizer};
+use trainyard_engine::adapters::open_adapted;
 use trainyard_engine::generate::{Sampling, generate};
 use trainyard_engine::spans;
-use trainyard_engine::trained::{Trained, open_trained};
+use trainyard_engine::trained::{Selection, Trained, open_trained};
 use trainyard_model::hf;
 
 /// Continue a prompt with a run or a Hugging Face folder; the text appears as it is sampled.
@@ -15,6 +16,10 @@ use trainyard_model::hf;
 pub struct Args {
     /// A run's folder, or a Hugging Face folder.
     model: PathBuf,
+    /// A PEFT adapter of the model, which is a Hugging Face folder; may be given several times. The
+    /// model is loaded once, and each adapter continues the prompt.
+    #[arg(long = "adapter", value_name = "DIR")]
+    adapters: Vec<PathBuf>,
     #[command(flatten)]
     checkpoint: CheckpointArgs,
     /// The text to continue.
@@ -54,12 +59,31 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     sampling.check()?;
-    let trained = open_trained(&args.model, args.checkpoint.selection(), &args.runtime.resolve()?, note)
-        .with_context(|| format!("cannot open the model {}", args.model.display()))?;
-    let tokenizer = args.bos.tokenizer(&args.model, &trained)?;
+    let runtime = args.runtime.resolve()?;
+    if args.adapters.is_empty() {
+        let trained = open_trained(&args.model, args.checkpoint.selection(), &runtime, note)
+            .with_context(|| format!("cannot open the model {}", args.model.display()))?;
+        return go_on(args, &trained, sampling);
+    }
+    if args.checkpoint.selection() != Selection::default() {
+        bail!("--adapter: adapters are of a Hugging Face folder, which has no checkpoints");
+    }
+    let mut adapted = open_adapted(&args.model, &args.adapters, &runtime, note)
+        .with_context(|| format!("cannot open the model {} with adapters", args.model.display()))?;
+    for (number, folder) in args.adapters.iter().enumerate() {
+        adapted.take(Some(number))?;
+        print(format_args!("{}:\n", folder.display()))?;
+        go_on(args, &adapted.trained, sampling)?;
+    }
+    Ok(())
+}
+
+/// Continues the prompt, and prints it.
+fn go_on(args: &Args, trained: &Trained, sampling: Sampling) -> Result<()> {
+    let tokenizer = args.bos.tokenizer(&args.model, trained)?;
     // Tokens that the tokenizer adds after a text are left out, because the text continues.
     let mut prompt = Vec::new();
-    let mut stop = if args.ignore_eos { Vec::new() } else { stops(&args.model, &trained, &tokenizer)? };
+    let mut stop = if args.ignore_eos { Vec::new() } else { stops(&args.model, trained, &tokenizer)? };
     if args.chat {
         let asked = asked(&tokenizer, &args.prompt)?;
         prompt.extend(tokenizer.encode(&asked.text).context("cannot tokenize the prompt")?);

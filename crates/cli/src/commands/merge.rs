@@ -1,4 +1,4 @@
-//! `trainyard merge`: one model of several that have the same shape.
+//! `trainyard merge`: one model of several that have the same shape, or one adapter of several.
 
 use super::compress::check_out;
 use super::export::{parse_size, stored_dtype};
@@ -7,7 +7,7 @@ use crate::output::{note, print};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use trainyard_base::format_bytes;
-use trainyard_compress::{MergeMethod, MergeSettings, Source, merge};
+use trainyard_compress::{AdapterMerge, AdapterMethod, MergeMethod, MergeSettings, Source, merge, merge_adapters};
 use trainyard_engine::checkpoint::Choice;
 use trainyard_engine::trained::Runtime;
 use trainyard_engine::warning::warning;
@@ -27,12 +27,32 @@ enum Method {
     Ties,
     /// The base with a random part of all changes, which grow to make up for the rest.
     Dare,
+    /// Of adapters: their matrices side by side, which adds exactly the weighted sum.
+    Cat,
+    /// Of adapters of one rank: the sums of their matrices, each by the root of its weight.
+    Linear,
+    /// Of adapters: the weighted sum of their products, cut to a rank.
+    Svd,
 }
 
-/// Make one model of several of the same shape; writes a Hugging Face folder.
+impl Method {
+    /// The rule of adapters; None for a rule of models.
+    fn of_adapters(self) -> Option<AdapterMethod> {
+        match self {
+            Method::Cat => Some(AdapterMethod::Cat),
+            Method::Linear => Some(AdapterMethod::Linear),
+            Method::Svd => Some(AdapterMethod::Svd),
+            Method::Soup | Method::Slerp | Method::Task | Method::Ties | Method::Dare => None,
+        }
+    }
+}
+
+/// Make one model of several of the same shape; writes a Hugging Face folder. With cat, linear and
+/// svd, make one PEFT adapter of several on one base.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Runs at their newest checkpoints, Hugging Face folders or GGUF files.
+    /// Runs at their newest checkpoints, Hugging Face folders or GGUF files; PEFT folders for cat,
+    /// linear and svd.
     #[arg(required = true, num_args = 1..)]
     models: Vec<PathBuf>,
     /// The folder to write. It must not exist, or be empty.
@@ -44,6 +64,9 @@ pub struct Args {
     /// The model that all were tuned from, for task, ties and dare.
     #[arg(long, value_name = "MODEL")]
     base: Option<PathBuf>,
+    /// The rank of the result of svd. Unset: the largest of the adapters'.
+    #[arg(long)]
+    rank: Option<usize>,
     /// A weight for each model: 0.7,0.3. Unset: 1 for each.
     #[arg(long, value_delimiter = ',', allow_negative_numbers = true)]
     weights: Vec<f64>,
@@ -66,14 +89,21 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
+    let weights = if args.weights.is_empty() { vec![1.0; args.models.len()] } else { args.weights.clone() };
+    if let Some(method) = args.method.of_adapters() {
+        return of_adapters(args, &AdapterMerge { method, weights, rank: args.rank });
+    }
+    if args.rank.is_some() {
+        bail!("--rank is that of an adapter: it goes with --method svd");
+    }
     let method = match args.method {
+        Method::Cat | Method::Linear | Method::Svd => unreachable!("a rule of adapters"),
         Method::Soup => MergeMethod::Soup,
         Method::Slerp => MergeMethod::Slerp,
         Method::Task => MergeMethod::Task,
         Method::Ties => MergeMethod::Ties,
         Method::Dare => MergeMethod::Dare,
     };
-    let weights = if args.weights.is_empty() { vec![1.0; args.models.len()] } else { args.weights.clone() };
     let (density, scale, seed) = (args.density, args.scale, args.seed);
     let settings = MergeSettings { method, weights, density, scale, seed };
     settings.check(args.models.len(), args.base.is_some())?;
@@ -110,6 +140,27 @@ pub fn run(args: &Args) -> Result<()> {
         clap::ValueEnum::to_possible_value(&args.method).map_or(String::new(), |value| value.get_name().to_owned()),
         models.len(),
         format_bytes(done.bytes),
+        args.out.display()
+    ))?;
+    done.files.iter().try_for_each(|file| print(format_args!("  {}\n", file.display())))
+}
+
+/// Merges adapters into one.
+fn of_adapters(args: &Args, settings: &AdapterMerge) -> Result<()> {
+    if args.base.is_some() || args.dtype.is_some() {
+        bail!("--base and --dtype are of models: adapters name their base, and are written in f32");
+    }
+    check_out(&args.out)?;
+    let done = merge_adapters(&args.models, settings, &args.out).context("cannot merge the adapters")?;
+    let left_out = match settings.method {
+        AdapterMethod::Svd => format!(", without {:.2} % of the norm of their sum", 100.0 * done.left_out),
+        AdapterMethod::Cat | AdapterMethod::Linear => String::new(),
+    };
+    print(format_args!(
+        "{} of {} adapters: rank {}{left_out}, in {}\n",
+        clap::ValueEnum::to_possible_value(&args.method).map_or(String::new(), |value| value.get_name().to_owned()),
+        args.models.len(),
+        done.rank,
         args.out.display()
     ))?;
     done.files.iter().try_for_each(|file| print(format_args!("  {}\n", file.display())))

@@ -526,6 +526,9 @@ fn configured(path: &Path, sets: &[String]) -> Result<Asked> {
             count(elements(true) as u64),
             count(elements(false) as u64)
         ));
+        if !own.tuning.freeze_schedule.is_empty() {
+            note("fine_tuning.freeze_schedule: planned are steps that train what any period trains");
+        }
     }
     Ok(Asked {
         model,

@@ -438,7 +438,7 @@ fn plan(session: &Session) -> String {
         choose::words(resolved),
         recipe(resolved),
         session.prediction.cost.flops as f64 / 1e12,
-        session.programs[0].instructions.len(),
+        session.programs[session.priced()].instructions.len(),
         format_bytes(session.prediction.memory.peak_total() as u64),
         purposes.join(", "),
         files::CONFIG,

@@ -305,6 +305,7 @@ impl Config {
             r.divisions(&parallel, batch, sequence_length, &model);
         }
         let limits = r.limits(inputs, batches, sequence_length);
+        r.freeze_schedule(limits);
         let optimizer = r.optimizer();
         r.averaging_extent(optimizer.averaging, limits);
         let schedule = r.schedule(optimizer.learning_rate, batches, limits.steps);

@@ -111,6 +111,9 @@ pub struct StepMetrics {
     /// not include it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub penalty: Option<f64>,
+    /// Number of parameters that this step trains, with a schedule of freezing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trained_parameters: Option<u64>,
     /// The balance of experts, in a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertMetrics>,
@@ -486,6 +489,7 @@ fn step_scalars(m: &StepMetrics) -> Vec<(String, f64)> {
     scalars.extend(staleness.map(|mean| ("staleness/mean".to_owned(), mean)));
     scalars.extend(m.penalty.map(|penalty| ("consolidation_penalty".to_owned(), penalty)));
     scalars.extend(m.dropped_pushes.map(|dropped| ("dropped_pushes".to_owned(), dropped as f64)));
+    scalars.extend(m.trained_parameters.map(|number| ("trained_parameters".to_owned(), number as f64)));
     scalars.extend(m.sparsity.map(|share| ("sparsity".to_owned(), share)));
     let experts = m.experts.map(|experts| {
         [
@@ -551,6 +555,7 @@ pub(crate) mod tests {
             late: false,
             sparsity: None,
             penalty: None,
+            trained_parameters: None,
             experts: None,
             skipped: false,
         }

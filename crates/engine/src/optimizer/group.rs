@@ -1,6 +1,6 @@
 //! Groups of parameters: those that share a weight decay and a factor of the learning rate.
 
-use trainyard_model::ParameterSpec;
+use trainyard_model::{ParameterSpec, Periods};
 
 /// The factors that neighbours must share to be updated by one call.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -9,12 +9,15 @@ pub(super) struct Group {
     rate: f64,
     /// Factor of the weight decay; 0 for what does not decay.
     decay: f64,
+    /// The periods of a schedule of freezing in which it rests.
+    pub(super) rests_in: Periods,
 }
 
 impl Group {
     /// The group of a parameter.
     pub(super) fn of(spec: &ParameterSpec) -> Group {
-        Group { rate: spec.rate, decay: if spec.kind.decays() { spec.decay } else { 0.0 } }
+        let decay = if spec.kind.decays() { spec.decay } else { 0.0 };
+        Group { rate: spec.rate, decay, rests_in: spec.rests_in }
     }
 
     /// The learning rate of the group, where that of the optimizer is `rate`.

@@ -108,6 +108,8 @@ struct Key {
     /// End of the positions that the step may use. A power of two, because tables grow by doubling.
     reach: usize,
     instructions: Vec<Instruction>,
+    /// The period of a schedule of freezing, which says whose gradients are computed.
+    period: Option<u32>,
     /// True if 8-bit products only measure magnitudes.
     measures: bool,
     /// Identities of the buffers of parameters and gradients.
@@ -122,6 +124,7 @@ impl Key {
             tokens: batches.iter().map(Batch::len).collect(),
             reach: batches.iter().map(|batch| batch.positions_end.next_power_of_two()).max().unwrap_or(0),
             instructions: step.program().instructions[stretch.clone()].to_vec(),
+            period: step.program().period,
             measures: rank.measures_fp8(),
             state: rank.parameters.buffers().chain(gradients.iter().map(Tensor::buffer_id)).collect(),
         }
@@ -134,6 +137,9 @@ impl Key {
         }
         if self.reach != other.reach {
             return format!("its positions reach up to {}, the graph's to {}", other.reach, self.reach);
+        }
+        if self.period != other.period {
+            return "other parameters are trained from here on".to_owned();
         }
         if self.measures != other.measures {
             return "products have operands of eight bits from here on".to_owned();

@@ -26,6 +26,7 @@ mod offload;
 mod offloaded_activations;
 mod pace;
 mod passes;
+mod periods;
 mod replicas;
 mod step;
 mod worker;
@@ -129,6 +130,8 @@ pub struct Core {
     pub updates: u64,
     /// Number of weights that the average of the weights has taken.
     pub averaged: u64,
+    /// Number of updates made in each period of a schedule of freezing; empty if there is none.
+    pub period_updates: Vec<u64>,
     /// The limits above which a step's loss or norm makes it skip its update; None for no limits.
     pub skip_above: Option<SpikeLimits>,
 }
@@ -234,7 +237,7 @@ impl Rank {
         let fp8 = settings.fp8.map(|fp8| Fp8State::new(device, &model, fp8)).transpose()?;
         let optimizer = Arc::new(optimizer);
         let worker = worker::worker_of(device, &parameters, &optimizer, &mut links)?;
-        let core = Core { scaler: settings.scaler, updates: 0, averaged: 0, skip_above: None };
+        let core = Core::new(settings.scaler);
         let (reduce_dtype, seed) = (settings.reduce, settings.seed);
         let mut rank =
             Rank::assemble(device, model, parameters, gradients, (optimizer, tiers), core, links, reduce_dtype, seed);
@@ -285,7 +288,7 @@ impl Rank {
         let tiers = Tiers::default();
         let parameters =
             ParameterState::zeros(device, &model, Holding::whole(), compute, WeightConstraints::default(), &tiers)?;
-        let core = Core { scaler: LossScaler::none(), updates: 0, averaged: 0, skip_above: None };
+        let core = Core::new(LossScaler::none());
         let state = (Arc::new(Optimizer::none(device)), tiers);
         let gradients = GradientState::none(device);
         Ok(Rank::assemble(device, model, parameters, gradients, state, core, Links::default(), DType::F32, 0))
@@ -492,6 +495,7 @@ impl Rank {
         mut snapshot: impl FnMut(&Rank, &StepOutcome) -> Result<()> + Send,
     ) -> Result<StepOutcome> {
         let rank: &Rank = self;
+        rank.begin_period(program.period);
         rank.gradients.begin_step();
         if let Some(outer) = &rank.outer {
             lock(outer).is_in_round = true;

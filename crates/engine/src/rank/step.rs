@@ -514,7 +514,8 @@ impl Rank {
         };
         let mut average = None;
         if updates {
-            core.updates += 1;
+            core.count_update(step.program.period);
+            self.optimizer.begin_updates(step.program.period, &core.period_updates);
             average = self.optimizer.averaging().and_then(|rule| rule.share(core.updates, core.averaged));
             core.averaged += u64::from(average.is_some());
         }

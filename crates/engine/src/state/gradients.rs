@@ -5,7 +5,7 @@
 //! - the *sum* of the step, which reductions write and the update reads. It is resident on the
 //!   device, or lies in a tier while nothing is added to it.
 
-use super::{Holding, does_not_fit, lock, overlap};
+use super::{CurrentPeriod, Holding, does_not_fit, lock, overlap};
 use crate::Result;
 use crate::links::{Link, ReduceLinks, Reduction, reduce};
 use crate::tier::{Lower, Stored, Tiers, aligned};
@@ -26,6 +26,7 @@ pub struct GradientState {
     lowered: Option<Lowered>,
     /// Memory for the shared gradients of one unit, while the reduce lane sums them.
     shared: Option<Tensor>,
+    pub(crate) period: CurrentPeriod,
 }
 
 /// The tier of offloaded sums.
@@ -135,7 +136,8 @@ impl GradientState {
         let lowered = lower.map(lowered).transpose()?;
         let most = units.iter().map(|unit| unit.shared.1).max().unwrap_or(0);
         let shared = (most > 0).then(|| device.zeros([most], DType::F32, Purpose::Comm)).transpose()?;
-        Ok(GradientState { device: device.clone(), holding, units, lowered, shared })
+        let period = CurrentPeriod::default();
+        Ok(GradientState { device: device.clone(), holding, units, lowered, shared, period })
     }
 
     /// Makes no gradients, for a rank that does not train.
@@ -146,6 +148,7 @@ impl GradientState {
             units: Vec::new(),
             lowered: None,
             shared: None,
+            period: CurrentPeriod::default(),
         }
     }
 
@@ -379,10 +382,15 @@ impl GradientState {
         Ok(self.units[unit].sum())
     }
 
-    /// The units of which this rank holds something that is trained.
+    /// The units of which this rank holds something that the step trains.
     fn held(&self) -> impl Iterator<Item = usize> + '_ {
-        let trained = |unit: &usize| self.units[*unit].layout.trained_elements() > 0;
+        let trained = |unit: &usize| self.units[*unit].layout.trained_elements() > 0 && !self.rests(*unit);
         (0..self.units.len()).filter(|unit| self.holding.holds(*unit)).filter(trained)
+    }
+
+    /// True if the step trains nothing of a unit, which others train.
+    fn rests(&self, unit: usize) -> bool {
+        self.period.is_in(self.units[unit].layout.all_rest_in())
     }
 
     /// Sums the shared part of a unit's gradient over the tensor-parallel group. Where ranks have
@@ -485,7 +493,10 @@ impl GradientState {
     /// units that it does not hold.
     pub fn chunk_sums_of_squares(&self) -> Result<Vec<Vec<f64>>> {
         if let Some(lowered) = &self.lowered {
-            return Ok(lock(&lowered.squares).read()?);
+            let mut sums = lock(&lowered.squares).read()?;
+            // Those of units that rest are of an earlier step.
+            sums.iter_mut().enumerate().filter(|(unit, _)| self.rests(*unit)).for_each(|(_, sums)| sums.fill(0.0));
+            return Ok(sums);
         }
         let mut read = Vec::new();
         let mut of_units = Vec::new();
@@ -593,6 +604,9 @@ impl Gradients for MicroBatchGradients<'_> {
     fn target(&mut self, id: ParamId) -> Result<Option<GradientTarget>, AutogradError> {
         let unit = self.gradients.units.get(id.unit as usize).ok_or(AutogradError::NoParameter(id))?;
         if unit.layout.range(id.index as usize).start >= unit.layout.trained_elements() {
+            return Ok(None);
+        }
+        if self.gradients.period.is_in(unit.layout.rests_in(id.index as usize)) {
             return Ok(None);
         }
         let shape = unit.shapes.get(id.index as usize).ok_or(AutogradError::NoParameter(id))?;

@@ -9,10 +9,12 @@
 mod encoded_copy;
 mod gradients;
 mod parameters;
+mod period;
 
 pub use gradients::{AfterBackward, GradientState};
 pub(crate) use parameters::initial_values;
 pub use parameters::{ParameterState, UnitParameters};
+pub(crate) use period::CurrentPeriod;
 
 use crate::EngineError;
 use std::collections::BTreeSet;

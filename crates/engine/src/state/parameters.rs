@@ -6,7 +6,7 @@
 //! - the *whole*: all of a unit's parameters, gathered from other ranks if the copy is a shard.
 
 use super::encoded_copy::{self, EncodedCopy};
-use super::{Holding, lock, overlap};
+use super::{CurrentPeriod, Holding, lock, overlap};
 use crate::constraints::{GridMatrices, WeightConstraints};
 use crate::gathers::EncodedGathers;
 use crate::links::Link;
@@ -43,6 +43,7 @@ pub struct ParameterState {
     received: Option<Mutex<Tensor>>,
     /// Number of updates in the masters, which says whether copies are on their grid.
     updates: Arc<AtomicU64>,
+    pub(crate) period: CurrentPeriod,
 }
 
 /// One unit's parameters.
@@ -115,6 +116,7 @@ impl ParameterState {
             encoded: None,
             received: None,
             updates: Arc::default(),
+            period: CurrentPeriod::default(),
         };
         let host = state.lower.as_ref().and_then(Lower::host).cloned();
         let mut offset = 0;
@@ -717,7 +719,9 @@ impl Parameters for ParameterState {
         let unit = self.units.get(id.unit as usize).ok_or(AutogradError::NoParameter(id))?;
         let present = lock(&unit.present);
         let view = present.whole.as_ref().and_then(|(_, views)| views.get(id.index as usize));
-        view.cloned().ok_or(AutogradError::NoParameter(id))
+        let Parameter { value, trained } = view.cloned().ok_or(AutogradError::NoParameter(id))?;
+        let rests = self.period.is_in(unit.layout.rests_in(id.index as usize));
+        Ok(Parameter { value, trained: trained && !rests })
     }
 
     fn adapter(&self, id: ParamId) -> Option<&Adapter> {

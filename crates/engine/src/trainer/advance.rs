@@ -16,6 +16,7 @@ impl RunState {
         self.step += 1;
         self.updates = rank.updates();
         self.averaged = rank.averaged();
+        self.period_updates = rank.period_updates();
         self.scaler = rank.scaler();
         self.samples = samples;
         self.tokens += outcome.tokens;

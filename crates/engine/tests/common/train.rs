@@ -13,7 +13,7 @@ use trainyard_engine::config::{Config, ConfigError, Inputs, OffloadTier, Resolve
 use trainyard_engine::faults::{Faults, Hang};
 use trainyard_engine::fp8::AmaxHistory;
 use trainyard_engine::links::Links;
-use trainyard_engine::predict::predict;
+use trainyard_engine::periods;
 use trainyard_engine::rank::{Pace, Rank, StepOutcome, StepSettings};
 use trainyard_engine::rounds::Round;
 use trainyard_engine::shape;
@@ -232,15 +232,15 @@ pub fn train_rank_as(
     let model = shape::model_of(resolved, spec.clone(), own)?;
     let rows = resolved.batch.micro;
     let shape = shape::batch_shape(resolved, &model);
-    let model_shape = shape::model_shape(&model, &shape, shape::compute_dtype(resolved))?;
     let strategy = shape::strategy(resolved, model.units().len())?;
-    let [program, _] = shape::programs(&model_shape, &shape::mesh(resolved), &strategy, world.rank() as u32)?;
+    let lowered = periods::lower(resolved, &spec, &model, &strategy, own)?;
+    let program = lowered.whole().clone();
     let outer = shape::outer_strategies(resolved, &strategy)
         .iter()
-        .map(|outer| shape::programs(&model_shape, &shape::mesh(resolved), outer, own))
+        .map(|outer| shape::programs(&lowered.shape, &shape::mesh(resolved), outer, own))
         .collect::<Result<Vec<_>, _>>()?;
     let settings = shape::rank_settings(resolved);
-    let prediction = predict(shape::model_of(resolved, spec, own)?, &program, &shape, &settings)?;
+    let prediction = lowered.predict(shape::model_of(resolved, spec, own)?, &shape, &settings)?;
     let links = Links::new(&world, &program)?;
     let folder = tempfile::tempdir().unwrap();
     let tiers = Tiers::create(&program, &device, folder.path())?;
@@ -264,7 +264,8 @@ pub fn train_rank_as(
         rank.set_participation(round.map(|round| round.participation(replica, step, tokens)));
         let at_the_end = ((step + 1).is_multiple_of(every) || is_last).then_some(0);
         let number = resolved.apart.map_or(at_the_end, |apart| apart.outer_step(step + 1, is_last));
-        let program = number.and_then(|number| outer.get(number)).map_or(&program, |[outer, _]| outer);
+        let of_period = &lowered.programs[periods::at(&lowered.periods, step)];
+        let [program, _] = number.and_then(|number| outer.get(number)).unwrap_or(of_period);
         outcomes.push(rank.execute(program, settings, next_batch, |_, _| Ok(()))?);
         if step == 0 && program.offload.gradients.is_none() {
             let read = |id| rank.read_gradient(id).and_then(|(range, values)| Ok((range, values.to_f32_vec()?)));

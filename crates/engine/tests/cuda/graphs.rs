@@ -205,6 +205,41 @@ fn a_step_of_another_shape_gives_the_graph_up_and_says_so() {
     }
 }
 
+/// Each period of a schedule of freezing has a graph of its own, though units that rest in parts
+/// have the same instructions.
+#[test]
+fn a_period_of_a_schedule_of_freezing_is_captured_anew() {
+    use Launches::{Captured, OneByOne, Replayed};
+    const SCHEDULE: &str =
+        "fine_tuning.freeze_schedule=[{from_step=0,frozen='*.norm*'},{from_step=3,frozen='*.attn.*'}]";
+    let run = |sets: &[&str]| {
+        let (resolved, trial, (tested, gpu)) = (resolved(LLAMA, sets), Trial::new(LLAMA, sets), device(4));
+        let model = shape::model_of(&resolved, trial.spec.clone(), 0).unwrap();
+        let strategy = shape::strategy(&resolved, model.units().len()).unwrap();
+        let lowered = periods::lower(&resolved, &trial.spec, &model, &strategy, 0).unwrap();
+        let predicted = lowered.predict(model, &trial.shape, &trial.settings).unwrap().memory;
+        let tiers = Tiers::create(lowered.whole(), &gpu, "nowhere".as_ref()).unwrap();
+        let model = shape::model_of(&resolved, trial.spec.clone(), 0).unwrap();
+        let holding = Holding::of(lowered.whole());
+        let mut rank = Rank::with_tiers(&gpu, model, holding, tiers, Links::default(), &trial.settings).unwrap();
+        let step = |step: u64| {
+            let [program, _] = &lowered.programs[periods::at(&lowered.periods, step)];
+            let settings = StepSettings { step, rate_factor: 1.0, clip_norm: Some(1.0) };
+            let load = |device: &Device, model: &Model| Ok(trial.batch(device, model, step as usize));
+            rank.execute(program, settings, load, |_, _| Ok(())).unwrap()
+        };
+        let outcomes: Vec<StepOutcome> = (0..6).map(step).collect();
+        assert_eq!(tested.problems(), [""; 0], "{sets:?}");
+        assert_eq!(gpu.pool().usage().peak(Purpose::Grads), predicted.peak(Purpose::Grads), "{sets:?}");
+        (outcomes, Trial::masters(&rank))
+    };
+    let (plain, graphs) = (run(&[SCHEDULE]), run(&[SCHEDULE, GRAPHS]));
+    assert_same(&graphs, &plain, "a schedule");
+    let expected = [OneByOne, Captured, Replayed, OneByOne, Captured, Replayed];
+    assert_eq!(launches(&graphs.0), expected, "{:?}", notes(&graphs.0));
+    assert!(notes(&graphs.0)[1].contains("other parameters are trained"), "{:?}", notes(&graphs.0));
+}
+
 #[test]
 fn a_step_that_cannot_be_captured_is_launched_as_always_and_says_so() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated");

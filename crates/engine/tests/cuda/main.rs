@@ -22,6 +22,7 @@ use trainyard_engine::lanes::Span;
 use trainyard_engine::largest::{Room, largest};
 use trainyard_engine::links::Links;
 use trainyard_engine::metrics::Quiet;
+use trainyard_engine::periods;
 use trainyard_engine::predict::predict;
 use trainyard_engine::rank::{Launches, Rank, RankSettings, StepOutcome, StepSettings, stretch};
 use trainyard_engine::session::Session;

@@ -145,6 +145,7 @@ fn a_snapshot_that_is_not_copied_is_read_by_another_thread() {
             step: 1,
             updates: 1,
             averaged: 0,
+            period_updates: Vec::new(),
             skipped_in_a_row: 0,
             skipped: 0,
             samples: 1,

@@ -199,6 +199,7 @@ pub const ROWS: &[Row] = &[
     row("fine_tuning.base_dtype", LORA, &["fine_tuning.base_dtype=nf4"], Memory),
     row("fine_tuning.freeze", &[], &["fine_tuning.freeze=['block.*']"], Memory),
     row("fine_tuning.train", FROZEN, &["fine_tuning.train=['*.norm1.weight']"], Memory),
+    row("fine_tuning.freeze_schedule", &[], &["fine_tuning.freeze_schedule=[{from_step=2,frozen='block.*'}]"], Losses),
     row("fine_tuning.layer_rate_decay", &[], &["fine_tuning.layer_rate_decay=0.5"], Losses),
     row("distillation.teacher", &[], TEACHER, Losses),
     row("distillation.weight", TEACHER, &["distillation.weight=0.9"], Losses),

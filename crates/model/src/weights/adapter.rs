@@ -3,8 +3,8 @@
 use super::file::TensorFile;
 use super::write::put;
 use super::{WeightReader, WeightsError};
-use crate::tuning::AdapterSpec;
-use crate::{Model, ModelError};
+use crate::tuning::{AdapterSpec, Tuning};
+use crate::{Model, ModelError, ModelSpec};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -169,6 +169,30 @@ impl WeightReader {
         }
         Ok(WeightReader::of_files(vec![file], places, model))
     }
+}
+
+/// The tensors of an adapter by their names in files: elements of a row, and values row by row.
+pub type AdapterTensors = BTreeMap<String, (usize, Vec<f32>)>;
+
+/// Reads the adapter `spec` in `folder` of the model that `base` describes.
+///
+/// # Errors
+/// Files that cannot be read or do not fit the model.
+pub fn read_adapter(folder: &Path, base: &ModelSpec, spec: &AdapterSpec) -> Result<AdapterTensors, ModelError> {
+    let tuning = Tuning { adapter: Some(spec.clone()), ..Tuning::default() };
+    let model = Model::new(base.clone())?.tuned(&tuning)?;
+    let reader = WeightReader::open_adapter(folder, &model)?;
+    let mut tensors = AdapterTensors::new();
+    for (_, parameter) in model.parameters().filter(|(_, parameter)| parameter.is_adapter()) {
+        let mut values = vec![0.0; parameter.elements()];
+        reader.read_part(parameter, 0..values.len(), &mut values)?;
+        let width = parameter.row_elements();
+        for source in &parameter.sources {
+            let own = values[source.rows.start * width..source.rows.end * width].to_vec();
+            tensors.insert(source.hf_name.clone(), (width, own));
+        }
+    }
+    Ok(tensors)
 }
 
 /// Writes the adapters of `model` into `folder`, which is created if missing, in f32. `base` names

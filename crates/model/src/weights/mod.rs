@@ -16,7 +16,10 @@ mod packed;
 mod read;
 mod write;
 
-pub use adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, read_adapter_base, read_adapter_config};
+pub use adapter::{
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterTensors, export_adapter, read_adapter, read_adapter_base,
+    read_adapter_config,
+};
 pub use file::{Change, Encoding, StoredDType, StoredTensor, TensorFile};
 pub use packed::{PACKED_BITS, PackedFormat, PackedMatrix, PackedParts, is_packed};
 pub(crate) use read::Places;

@@ -393,8 +393,13 @@ pub fn record(plant: Plant, severity: usize, seed: u64) -> Recording {
     let mut run = Run { folder: format!("{plant:?}-{severity}-{seed}").into(), ..Run::default() };
     for programs in &ranks {
         let work = programs[0].instructions.iter().map(|i| work(plant, severity, &programs[0], i.action).0).collect();
-        let programs =
-            Programs { programs: programs.to_vec(), work, threads: 2, peak_flops: Some(2e12 * ranks.len() as f64) };
+        let programs = Programs {
+            programs: programs.to_vec(),
+            priced: 0,
+            work,
+            threads: 2,
+            peak_flops: Some(2e12 * ranks.len() as f64),
+        };
         run.ranks.push(RankRecord {
             rank: programs.programs[0].rank,
             host: "here".into(),
