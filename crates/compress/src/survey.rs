@@ -178,8 +178,7 @@ impl<'a> BlockSums<'a> {
             let (_, product, _) = PRODUCTS[place];
             let Some((spec, weight)) = self.named(&format!("{product}.weight")) else { return Vec::new() };
             let columns = column_norms(weight, spec.row_elements());
-            let plain = std::env::var("XPLAIN").is_ok(); // EXPERIMENT
-            self.inputs[place].norms().iter().zip(columns).map(|(input, column)| if plain { *input } else { input * column }).collect()
+            self.inputs[place].norms().iter().zip(columns).map(|(input, column)| input * column).collect()
         };
         let root_of_squares = |channels: &[f64]| channels.iter().map(|x| x * x).sum::<f64>().sqrt();
         let heads = importance(1).chunks_exact(self.source.spec().head_dim).map(root_of_squares).collect();

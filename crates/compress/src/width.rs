@@ -265,7 +265,10 @@ impl<'a> Smaller<'a> {
         let (old, new) = (whole.layout(from, 1), self.model.layout(unit, 1));
         for (index, spec) in whole.units()[from].parameters().iter().enumerate() {
             let Some([rows, columns]) = self.places(unit, spec) else {
-                return refuse(format!("{} cannot be made narrower yet: leave out --ffn, --heads and --hidden", spec.name));
+                return refuse(format!(
+                    "{} cannot be made narrower yet: leave out --ffn, --heads and --hidden",
+                    spec.name
+                ));
             };
             let to = &mut flat[new.range(index)];
             if to.len() != rows.len() * columns.len() {
