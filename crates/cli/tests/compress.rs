@@ -177,7 +177,7 @@ fn what_cannot_be_compressed_is_refused() {
     let prune = ["prune", "hf", "--out", "o"];
     let quantize = ["quantize", "hf", "--out", "o"];
     let cases: &[(&[&str], &[&str], i32, &str)] = &[
-        (&prune, &[], 1, "give --sparsity 0.5, --pattern 2:4 or --layers N"),
+        (&prune, &[], 1, "give --sparsity 0.5, --pattern 2:4, --layers N, --ffn N,"),
         (&prune, &["--sparsity", "1.5"], 1, "a sparsity of 1.5 is not between 0 and 1"),
         (&prune, &["--sparsity", "0"], 1, "a sparsity of 0 is not between 0 and 1"),
         (&prune, &["--sparsity", "-0.5"], 1, "a sparsity of -0.5"),

@@ -1,41 +1,11 @@
 //! Blocks that change the residual stream least (Men et al. 2024, ShortGPT).
 //!
 //! The influence of a block is `1 - cos(x, y)` of its input x and its output y, averaged over
-//! tokens (section 3.1). Blocks of the least influence are dropped; the others keep their order.
+//! tokens (section 3.1), which [`crate::survey`] measures. Blocks of the least influence are dropped; the others keep their order.
 
 use crate::Result;
 use crate::error::refuse;
-use crate::source::{Source, store};
-use crate::text::Sequences;
 use trainyard_model::ModelSpec;
-use trainyard_tensor::{Device, Tensor};
-
-/// The influence of every block on `sequences`.
-///
-/// # Errors
-/// Errors of reading and of the units.
-pub fn influences(source: &Source, device: &Device, sequences: &mut Sequences) -> Result<Vec<f64>> {
-    let model = source.model();
-    let mut all = Vec::new();
-    for unit in 0..model.units().len() - 1 {
-        let store = store(device, model, unit, &source.unit(unit)?, |unit| source.unit(unit))?;
-        if unit > 0 {
-            let (mut sum, mut rows) = (0.0, 0usize);
-            let each = |x: &Tensor, y: &Tensor| -> Result<()> {
-                let width = x.last_dim();
-                for (x, y) in x.data::<f32>()?.chunks_exact(width).zip(y.data::<f32>()?.chunks_exact(width)) {
-                    sum += 1.0 - cosine(x, y);
-                    rows += 1;
-                }
-                Ok(())
-            };
-            sequences.look(model, unit, &store, &mut |_, _| Ok(()), each)?;
-            all.push(sum / rows.max(1) as f64);
-        }
-        sequences.advance(model, unit, &store)?;
-    }
-    Ok(all)
-}
 
 /// The blocks to keep if `count` of them are kept, ascending: those of the most influence. Of equal
 /// ones the earlier is kept.
@@ -49,11 +19,16 @@ pub fn kept(influences: &[f64], count: usize) -> Result<Vec<usize>> {
             influences.len()
         ));
     }
-    let mut order: Vec<usize> = (0..influences.len()).collect();
-    order.sort_by(|a, b| influences[*b].total_cmp(&influences[*a]).then(a.cmp(b)));
+    Ok(highest(influences, count))
+}
+
+/// The places of the `count` highest scores, ascending. Of equal ones the earlier is taken.
+pub(crate) fn highest(scores: &[f64], count: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
     order.truncate(count);
     order.sort_unstable();
-    Ok(order)
+    order
 }
 
 /// The description of a model with the blocks `kept` alone.
@@ -71,7 +46,8 @@ pub fn shortened(spec: &ModelSpec, kept: &[usize]) -> Result<ModelSpec> {
     Ok(ModelSpec { layers: kept.len(), sliding_layers, ..spec.clone() })
 }
 
-fn cosine(x: &[f32], y: &[f32]) -> f64 {
+/// The cosine of the angle between two rows; 0 if one is zero.
+pub(crate) fn cosine(x: &[f32], y: &[f32]) -> f64 {
     let (mut product, mut of_x, mut of_y) = (0.0, 0.0, 0.0);
     for (x, y) in x.iter().zip(y).map(|(x, y)| (f64::from(*x), f64::from(*y))) {
         product += x * y;

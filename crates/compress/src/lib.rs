@@ -15,14 +15,16 @@
 //! | [`quantise`] | weights of few bits: round to nearest, GPTQ |
 //! | [`awq`] | scales that make columns matter less to rounding |
 //! | [`smooth`] | scales that make inputs easier to round |
+//! | [`survey`] | how much blocks, channels and heads do on calibration text |
 //! | [`depth`] | blocks that change the residual stream least |
+//! | [`width`] | fewer channels and heads |
 //! | [`adapters`] | one adapter of several on one base |
 //! | [`merge`] | one model of several of the same shape |
 //! | [`sizes`] | the sizes of what units give, for comparisons of models of different widths |
 //! | [`pass`] | the way through a model that writes it anew |
 //!
-//! Nothing here is trained, and nothing runs faster than before: `eval` and `generate` decode what
-//! is packed when they read it, and multiply by zeros.
+//! Nothing here is trained. Models with fewer blocks, channels or heads run faster. Nothing else
+//! does: `eval` and `generate` decode what is packed when they read it, and multiply by zeros.
 
 pub mod adapters;
 pub mod awq;
@@ -38,7 +40,9 @@ pub mod sizes;
 pub mod smooth;
 mod solver;
 pub mod source;
+pub mod survey;
 pub mod text;
+pub mod width;
 
 pub use adapters::{AdapterMerge, AdapterMethod, MergedAdapter, merge_adapters};
 pub use error::{CompressError, Result};
@@ -48,4 +52,6 @@ pub use prune::{Pattern, PruneMethod};
 pub use quantise::{GroupedGrid, QuantiseMethod};
 pub use sizes::output_sizes;
 pub use source::Source;
+pub use survey::{Survey, survey};
 pub use text::{Sequences, calibration};
+pub use width::{Kept, Smaller, Widths};

@@ -77,7 +77,10 @@ impl MergeSettings {
             return refuse("soup and slerp know no base: leave --base out, or take task, ties or dare");
         }
         if self.weights.len() != models {
-            return refuse(format!("{} weights for {models} models: give one for each", self.weights.len()));
+            return refuse(format!(
+                "--weights has {} weights for {models} models: give one for each",
+                self.weights.len()
+            ));
         }
         if self.weights.iter().any(|weight| !weight.is_finite()) {
             return refuse("a weight is not finite");

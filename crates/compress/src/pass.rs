@@ -15,6 +15,7 @@ use crate::quantise::{GroupedGrid, QuantiseMethod, quantise};
 use crate::smooth;
 use crate::source::{Source, store};
 use crate::text::Sequences;
+use crate::width::Smaller;
 use crate::{CompressError, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -129,7 +130,7 @@ impl<'a> Pass<'a> {
         };
         let options = self.options.clone();
         let exported = export(out, model, options, |unit, flat| {
-            self.unit(model, unit, unit, flat, method.needs(), &mut change).map(drop)
+            self.unit(model, unit, flat, method.needs(), &mut change).map(drop)
         });
         self.finish(exported)
     }
@@ -179,37 +180,40 @@ impl<'a> Pass<'a> {
         let options = self.options.clone();
         let exported = match dense {
             true => export(out, model, options, |unit, flat| {
-                self.unit(model, unit, unit, flat, method.needs(), &mut change).map(drop)
+                self.unit(model, unit, flat, method.needs(), &mut change).map(drop)
             }),
             false => export_packed(out, model, options, format, |unit, flat| {
-                self.unit(model, unit, unit, flat, method.needs(), &mut change)
+                self.unit(model, unit, flat, method.needs(), &mut change)
             }),
         };
         self.finish(exported)
     }
 
-    /// Writes the model with the blocks `kept` alone to `out`.
+    /// Writes a smaller model to `out`.
     ///
     /// # Errors
-    /// Blocks that the model does not have; errors of reading and writing.
-    pub fn keep(mut self, out: &Path, kept: &[usize]) -> Result<Compressed> {
-        let shorter = Model::new(crate::depth::shortened(self.source.spec(), kept)?)?;
-        let from = |unit: usize| match unit {
-            0 => 0,
-            block if block <= kept.len() => kept[block - 1] + 1,
-            _ => self.source.model().units().len() - 1,
-        };
-        let units: Vec<usize> = (0..shorter.units().len()).map(from).collect();
+    /// Errors of reading and writing.
+    pub fn keep(mut self, out: &Path, smaller: &Smaller<'_>) -> Result<Compressed> {
+        // Blocks that are dropped are not on the way, so what was before is run by itself.
         if let Some([before, _]) = &mut self.evaluation {
             run(self.source, self.device, before)?;
         }
-        let options = self.options.clone();
-        let mut nothing =
-            |_: &Cpu, _: &str, _: &ParameterSpec, _: &mut [f32], _: &Inputs| -> Result<Option<PackedMatrix>> {
-                Ok(None)
-            };
-        let exported = export(out, &shorter, options, |unit, flat| {
-            self.unit(&shorter, unit, units[unit], flat, Needs::Nothing, &mut nothing).map(drop)
+        let (model, options) = (smaller.model(), self.options.clone());
+        let values = |unit: usize| -> Result<Vec<f32>> {
+            let mut values = vec![0.0; model.layout(unit, 1).elements()];
+            smaller.read(unit, &mut values)?;
+            Ok(values)
+        };
+        let exported = export(out, model, options, |unit, flat| -> Result<()> {
+            let began = Instant::now();
+            smaller.read(unit, flat)?;
+            for index in matrices(model, unit) {
+                let name = format!("{}.{}", model.units()[unit].name(), model.units()[unit].parameters()[index].name);
+                let weights = &flat[model.layout(unit, 1).range(index)];
+                check_finite(&name, weights)?;
+                self.count(weights);
+            }
+            self.go_on(model, unit, flat, values, began)
         });
         self.finish(exported)
     }
@@ -230,38 +234,31 @@ impl<'a> Pass<'a> {
         Ok(Compressed { exported, losses, elements: self.elements, zeros: self.zeros })
     }
 
-    /// Unit `unit` of `model`, which is what becomes of unit `from` of the source.
+    /// Unit `unit` of `model`, that of the source.
     fn unit(
         &mut self,
         model: &Model,
         unit: usize,
-        from: usize,
         flat: &mut [f32],
         needs: Needs,
         change: &mut Change<'_>,
     ) -> Result<BTreeMap<usize, PackedMatrix>> {
         let began = Instant::now();
-        let (source, device, dtype) = (self.source, self.device, self.options.dtype);
-        let values = source.unit(from)?;
-        if values.len() != flat.len() {
-            return refuse(format!("{} has another shape than the block in its place", model.units()[unit].name()));
-        }
+        let (source, device) = (self.source, self.device);
+        let values = source.unit(unit)?;
         flat.copy_from_slice(&values);
         let runs = self.calibration.is_some() || self.evaluation.is_some();
         let as_it_came = match runs {
-            true => Some(store(device, source.model(), from, &values, |unit| source.unit(unit))?),
+            true => Some(store(device, model, unit, &values, |unit| source.unit(unit))?),
             false => None,
         };
         drop(values);
-        // Blocks that are dropped are not on this way, so what was before is run by itself.
-        let all = model.units().len() == source.model().units().len();
-        if let (true, Some([before, _]), Some(store)) = (all, &mut self.evaluation, &as_it_came) {
-            before.advance(source.model(), from, store)?;
+        if let (Some([before, _]), Some(store)) = (&mut self.evaluation, &as_it_came) {
+            before.advance(model, unit, store)?;
         }
         let layout = model.layout(unit, 1);
         let specs = model.units()[unit].parameters();
-        let matrices: Vec<usize> =
-            (0..specs.len()).filter(|index| is_packed(model, ParamId::new(unit as u32, *index as u32))).collect();
+        let matrices = matrices(model, unit);
         let mut inputs = self.look(model, unit, as_it_came.as_ref(), &matrices, needs)?;
         drop(as_it_came);
         let cpu = cpu_of(device)?;
@@ -275,23 +272,41 @@ impl<'a> Pass<'a> {
             let spec = &specs[*index];
             let name = format!("{}.{}", model.units()[unit].name(), spec.name);
             let weights = &mut flat[layout.range(*index)];
-            if weights.iter().any(|weight| !weight.is_finite()) {
-                return refuse(format!("{name} holds NaN or infinities: this model has diverged"));
-            }
+            check_finite(&name, weights)?;
             let inputs = inputs.remove(index).unwrap_or_else(|| Inputs::new(spec.row_elements(), Needs::Nothing));
             packed.extend(change(cpu, &name, spec, weights, &inputs)?.map(|matrix| (*index, matrix)));
-            self.elements += weights.len() as u64;
-            self.zeros += weights.iter().filter(|weight| **weight == 0.0).count() as u64;
+            self.count(weights);
         }
+        self.go_on(model, unit, flat, |unit| source.unit(unit), began)?;
+        Ok(packed)
+    }
+
+    /// Counts the weights of a matrix of a block, and the zeros among them.
+    fn count(&mut self, weights: &[f32]) {
+        self.elements += weights.len() as u64;
+        self.zeros += weights.iter().filter(|weight| **weight == 0.0).count() as u64;
+    }
+
+    /// Rounds unit `unit` of the model that is written to the type of its files and runs it.
+    /// `values` gives units that it borrows from.
+    fn go_on(
+        &mut self,
+        model: &Model,
+        unit: usize,
+        flat: &mut [f32],
+        values: impl Fn(usize) -> Result<Vec<f32>>,
+        began: Instant,
+    ) -> Result<()> {
+        let dtype = self.options.dtype;
         flat.iter_mut().for_each(|x| *x = rounded(dtype, *x));
         let last = unit + 1 == model.units().len();
-        if runs {
+        if self.calibration.is_some() || self.evaluation.is_some() {
             let borrowed = |unit: usize| -> Result<Vec<f32>> {
-                let mut values = source.unit(unit)?;
+                let mut values = values(unit)?;
                 values.iter_mut().for_each(|x| *x = rounded(dtype, *x));
                 Ok(values)
             };
-            let changed = store(device, model, unit, flat, borrowed)?;
+            let changed = store(self.device, model, unit, flat, borrowed)?;
             if let Some(calibration) = self.calibration.as_mut().filter(|_| !last) {
                 calibration.advance(model, unit, &changed)?;
             }
@@ -299,7 +314,7 @@ impl<'a> Pass<'a> {
                 after.advance(model, unit, &changed)?;
             }
         }
-        if !matrices.is_empty() {
+        if unit > 0 && !last {
             (self.note)(&format!(
                 "{} of {}: {:.1} s",
                 model.units()[unit].name(),
@@ -307,7 +322,7 @@ impl<'a> Pass<'a> {
                 began.elapsed().as_secs_f64()
             ));
         }
-        Ok(packed)
+        Ok(())
     }
 
     /// The statistics of the inputs of a block's matrices.
@@ -349,8 +364,22 @@ impl<'a> Pass<'a> {
     }
 }
 
+/// The matrices of a unit, by the numbers of its parameters; none outside of blocks.
+fn matrices(model: &Model, unit: usize) -> Vec<usize> {
+    let parameters = 0..model.units()[unit].parameters().len();
+    parameters.filter(|index| is_packed(model, ParamId::new(unit as u32, *index as u32))).collect()
+}
+
+/// Checks that weights are numbers.
+fn check_finite(name: &str, weights: &[f32]) -> Result<()> {
+    match weights.iter().all(|weight| weight.is_finite()) {
+        true => Ok(()),
+        false => refuse(format!("{name} holds NaN or infinities: this model has diverged")),
+    }
+}
+
 /// The kernels of a device that has its data in this machine's memory.
-fn cpu_of(device: &Device) -> Result<&Cpu> {
+pub(crate) fn cpu_of(device: &Device) -> Result<&Cpu> {
     let none = || TensorError::NoData { what: "compressing a model", shape: [].into() };
     device.as_cpu().ok_or_else(|| CompressError::Tensor(none()))
 }

@@ -107,6 +107,11 @@ impl Sequences {
         self.batches.iter().map(Batch::len).sum()
     }
 
+    /// The outputs of the last unit, one for each batch; none before the first unit.
+    pub fn hidden(&self) -> &[Tensor] {
+        &self.hidden
+    }
+
     /// Runs unit `unit` and keeps what it gives: hidden states, or of the last unit the losses.
     ///
     /// # Errors

@@ -262,13 +262,13 @@ pub(crate) fn tuned(
         .iter()
         .flat_map(|unit| unit.parameters().iter().map(|parameter| format!("{}.{}", unit.name(), parameter.name)))
         .collect();
-    if let Some(pattern) =
-        tuning.freeze.iter().chain(&tuning.train).find(|pattern| !names.iter().any(|name| matches(pattern, name)))
-    {
-        return Err(ModelError::Tuning(format!(
-            "no parameter is called `{pattern}`: names are like {}",
-            some_of(names.iter().map(String::as_str))
-        )));
+    for (key, patterns) in [("freeze", &tuning.freeze), ("train", &tuning.train)] {
+        if let Some(pattern) = patterns.iter().find(|pattern| !names.iter().any(|name| matches(pattern, name))) {
+            return Err(ModelError::Tuning(format!(
+                "no parameter is called `{pattern}` (fine_tuning.{key}): names are like {}",
+                some_of(names.iter().map(String::as_str))
+            )));
+        }
     }
     let mut targets = Vec::new();
     let mut adapters = Adapters::new();
@@ -316,7 +316,7 @@ pub(crate) fn tuned(
             targets.sort();
             targets.dedup();
             return Err(ModelError::Tuning(format!(
-                "no linear layer of a block is called `{target}`: this model has {}",
+                "no linear layer of a block is called `{target}` (fine_tuning.targets): this model has {}",
                 targets.join(", ")
             )));
         }

@@ -234,8 +234,10 @@ impl Definition for Llama {
             return no("Llama blocks that rotate part of a head");
         }
         let (biases, window) = ((spec.qkv_bias, spec.o_bias, spec.mlp_bias), spec.sliding_window.is_some());
+        // The class `llama` of transformers 5 refuses other numbers of heads; its relatives do not.
+        let divides = spec.dim.is_multiple_of(spec.heads);
         let able = [
-            (LLAMA_CLASS, !spec.qk_norm && !window),
+            (LLAMA_CLASS, !spec.qk_norm && !window && divides),
             (MISTRAL, !spec.qk_norm && biases == (false, false, false) && spec.sliding_layers.is_none()),
             (QWEN2, !spec.qk_norm && biases == (true, false, false)),
             (QWEN3, spec.qk_norm && !spec.mlp_bias),
@@ -244,6 +246,7 @@ impl Definition for Llama {
         match able.is_empty() {
             false => Ok(able),
             true if spec.qk_norm => no("query/key norms together with biases in the MLP"),
+            true if !window && !divides => no("Llama blocks with these biases whose heads do not divide dim"),
             true => no("a sliding window with these biases, or in some layers only without query/key norms or biases"),
         }
     }
