@@ -91,6 +91,15 @@ fn every_layout_gives_the_same_bits() {
 }
 
 #[test]
+fn ranks_that_divide_experts_give_the_bits_of_ranks_with_all() {
+    let folder = folder();
+    let mixture = ["model.family=mixtral", "experts.count=4", "parallel.ranks=2", "training.global_batch_size=8"];
+    train(&folder, "all", &mixture).ok();
+    train(&folder, "divided", &[&mixture[..], &["parallel.expert_parallel_degree=2"]].concat()).ok();
+    assert_eq!((losses(&folder, "divided"), losses(&folder, "all").len()), (losses(&folder, "all"), 12));
+}
+
+#[test]
 fn the_recipe_takes_each_key_and_adapters_and_gpt_2_have_them_too() {
     let folder = folder();
     let gpt2 = ["model.family=gpt2", "model.kv_heads=2", "training.recipe=fast"];
