@@ -354,7 +354,7 @@ impl Session {
         place + if warms_up { of_batch / 2 } else { 0 } + batch * of_batch
     }
 
-    /// The place of the program by which steps are priced: that of the period that computes the most.
+    /// The place of the program by which steps are priced: of the period that computes the most.
     pub fn priced(&self) -> usize {
         2 * periods::dearest(&self.periods)
     }

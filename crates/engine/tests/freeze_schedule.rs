@@ -186,6 +186,8 @@ fn metrics_and_notes_say_what_is_trained_and_lower_units_have_no_backward() {
         assert_eq!([0, 2, 4].map(backwards), [4, 8, 16]);
         assert_eq!([0, 2, 4].map(|place| session.programs[place].lowest), [3, 2, 0]);
         assert_eq!((session.programs.len(), session.priced()), (6, 4));
+        // What rests has its state.
+        assert!(session.programs.iter().all(|program| program.resident == session.programs[0].resident));
         Ok(session)
     });
     let text = std::fs::read_to_string(folder.join("run/metrics.jsonl")).unwrap();
@@ -199,7 +201,7 @@ fn metrics_and_notes_say_what_is_trained_and_lower_units_have_no_backward() {
     }
     assert!(said.contains("that of steps from step 5"), "{said}");
     for step in &metrics {
-        assert_eq!(step.predicted_mem_peak_bytes.is_some(), true);
+        assert!(step.predicted_mem_peak_bytes.is_some());
     }
     assert_eq!(metrics.last().unwrap().mem_peak_bytes, metrics[0].predicted_mem_peak_bytes.unwrap());
 }

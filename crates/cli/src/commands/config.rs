@@ -167,8 +167,9 @@ fn indented(text: &str) -> String {
     text.lines().map(|line| format!("  {line}\n")).collect()
 }
 
-/// The model, rank `rank`'s step program without and with a snapshot, and the needs of the run. With
-/// a schedule of freezing it is the program of the period that computes the most. None while the vocabulary is unknown.
+/// The model, rank `rank`'s step program without and with a snapshot, and the needs of the run.
+/// With a schedule of freezing it is the program of the period that computes the most. None while
+/// the vocabulary is unknown.
 pub fn plan(resolved: &Resolved, rank: u32) -> Result<Option<(Model, [Program; 2], StepNeeds)>> {
     if let trainyard_engine::config::ModelSource::Shape(shape) = &resolved.model
         && shape.vocab_size.is_none()

@@ -5,11 +5,11 @@ use super::value::{ConfigValue, Names, wrong};
 use serde::Serialize;
 use toml::Value;
 
-/// What is frozen from some steps on.
+/// A schedule of freezing: its entries, ascending.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct FreezeSchedule(pub Vec<FreezeFrom>);
 
-/// What is frozen from one step on, until the next entry.
+/// The parameters that are frozen from one step on, until the next entry.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct FreezeFrom {
     /// The first step, from 0.

@@ -64,10 +64,10 @@ section! {
         /// Patterns of parameters that are trained although `freeze` or adapters freeze them.
         #[elsewhere("modules_to_save", "trainable_params")]
         train: Names = Names(vec![]);
-        /// Freezing by schedule: entries as `{ from_step = 200, frozen = ["block.0.*"] }`, ascending.
-        /// From step `from_step` on, counted from 0, the patterns of `frozen` say what is not trained
-        /// beside what `freeze` and adapters freeze, until the next entry. They may name parameters
-        /// of adapters. Before the first entry nothing more is frozen.
+        /// Freezing by schedule: entries as `{ from_step = 200, frozen = ["block.0.*"] }`, in
+        /// ascending order. From step `from_step` on, counted from 0, the patterns of `frozen` say
+        /// what is not trained beside what `freeze` and adapters freeze, until the next entry. They
+        /// may name parameters of adapters. Before the first entry nothing more is frozen.
         #[elsewhere("gradual_unfreezing", "unfreeze_schedule", "freeze_epochs")]
         freeze_schedule: FreezeSchedule = FreezeSchedule(vec![]);
         /// Factor from the learning rate of each block to that of the block before it, above 0 and

@@ -104,7 +104,8 @@ fn models(units: usize) -> impl Strategy<Value = ModelShape> {
         let shape = |(i, (flat_elements, saved_bytes, output_bytes, tensor_collectives))| UnitShape {
             name: format!("unit.{i}"),
             flat_elements,
-            // Some units are frozen, and some in part.
+            // Some rest in this step, some are frozen, and some in part.
+            rests: i < last && flat_elements % 11 == 3,
             frozen_elements: match flat_elements % 5 {
                 0 if i < last => flat_elements,
                 1 => flat_elements / 2,
