@@ -4,9 +4,9 @@
 //!
 //! The importance of a channel of an MLP is the norm of its values over all tokens times the norm
 //! of the column of the down projection that reads them, with the gains of the norm behind it: the
-//! size of what it adds to the output (the measure of Sun et al. 2023 for weights, over a column). That of a head is the root of the
-//! sum of the squares of its channels, by the output projection. That of a channel of the residual
-//! stream is the norm of its values behind each norm, summed over norms (Muralidharan et al. 2024,
+//! size of what it adds to the output (the measure of Sun et al. 2023 for weights, over a column).
+//! That of a head is the root of the sum of the squares of its channels, by the output projection.
+//! That of a channel of the residual stream is the norm of its values behind each norm, summed over norms (Muralidharan et al. 2024,
 //! section 2.2, the L2 norm over batch and sequence). All are measured in the model as it came.
 
 use crate::Result;
@@ -65,41 +65,43 @@ const PRODUCTS: [(Option<&str>, &str, Option<&str>); 4] = [
     (None, "mlp.down", Some("post_norm2")),
 ];
 
-/// Measures `source` on `sequences`.
-///
-/// # Errors
-/// Errors of reading and of the units.
-pub fn survey(source: &Source, device: &Device, sequences: &mut Sequences) -> Result<Survey> {
-    let model = source.model();
-    let last = model.units().len() - 1;
-    let mut blocks = Vec::new();
-    for unit in 0..last {
-        let flat = source.unit(unit)?;
-        let store = store(device, model, unit, &flat, |unit| source.unit(unit))?;
-        if unit > 0 {
-            let mut sums = BlockSums::new(source, unit, &flat, cpu_of(device)?);
-            let (mut turned, mut rows, mut failed) = (0.0, 0usize, None);
-            let each = |x: &Tensor, y: &Tensor| -> Result<()> {
-                let width = x.last_dim();
-                for (x, y) in x.data::<f32>()?.chunks_exact(width).zip(y.data::<f32>()?.chunks_exact(width)) {
-                    turned += 1.0 - cosine(x, y);
-                    rows += 1;
-                }
-                Ok(())
-            };
-            let mut observe = |id: ParamId, input: &Tensor| {
-                if id.unit as usize == unit {
-                    failed = failed.take().or(sums.add(id.index as usize, input).err());
-                }
-                Ok(())
-            };
-            sequences.look(model, unit, &store, &mut observe, each)?;
-            failed.map_or(Ok(()), Err)?;
-            blocks.push(sums.finish(turned / rows.max(1) as f64));
+impl Survey {
+    /// Measures `source` on `sequences`.
+    ///
+    /// # Errors
+    /// Errors of reading and of the units.
+    pub fn of(source: &Source, device: &Device, sequences: &mut Sequences) -> Result<Survey> {
+        let model = source.model();
+        let last = model.units().len() - 1;
+        let mut blocks = Vec::new();
+        for unit in 0..last {
+            let flat = source.unit(unit)?;
+            let store = store(device, model, unit, &flat, |unit| source.unit(unit))?;
+            if unit > 0 {
+                let mut sums = BlockSums::new(source, unit, &flat, cpu_of(device)?);
+                let (mut turned, mut rows, mut failed) = (0.0, 0usize, None);
+                let each = |x: &Tensor, y: &Tensor| -> Result<()> {
+                    let width = x.last_dim();
+                    for (x, y) in x.data::<f32>()?.chunks_exact(width).zip(y.data::<f32>()?.chunks_exact(width)) {
+                        turned += 1.0 - cosine(x, y);
+                        rows += 1;
+                    }
+                    Ok(())
+                };
+                let mut observe = |id: ParamId, input: &Tensor| {
+                    if id.unit as usize == unit {
+                        failed = failed.take().or(sums.add(id.index as usize, input).err());
+                    }
+                    Ok(())
+                };
+                sequences.look(model, unit, &store, &mut observe, each)?;
+                failed.map_or(Ok(()), Err)?;
+                blocks.push(sums.finish(turned / rows.max(1) as f64));
+            }
+            sequences.advance(model, unit, &store)?;
         }
-        sequences.advance(model, unit, &store)?;
+        Ok(Survey { blocks, head: head(source, last, sequences)? })
     }
-    Ok(Survey { blocks, head: head(source, last, sequences)? })
 }
 
 /// The sums over the inputs and outputs of the products of a block.
