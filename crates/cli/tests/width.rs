@@ -222,7 +222,7 @@ fn dead_parts_are_dropped_and_the_loss_stays() {
     }
 }
 
-/// What is kept by importance is worth more than as much of it at random.
+/// The most important channels and heads are worth more than as many drawn at random.
 #[test]
 fn importance_is_better_than_chance() {
     let sets = ["training.steps=150", "model.dim=64", "model.heads=4", "model.ffn_dim=128"];

@@ -1,7 +1,8 @@
 //! Blocks that change the residual stream least (Men et al. 2024, ShortGPT).
 //!
 //! The influence of a block is `1 - cos(x, y)` of its input x and its output y, averaged over
-//! tokens (section 3.1), which [`crate::survey`] measures. Blocks of the least influence are dropped; the others keep their order.
+//! tokens (section 3.1), which [`crate::survey`] measures. Blocks of the least
+//! influence are dropped; the others keep their order.
 
 use crate::Result;
 use crate::error::refuse;

@@ -52,6 +52,6 @@ pub use prune::{Pattern, PruneMethod};
 pub use quantise::{GroupedGrid, QuantiseMethod};
 pub use sizes::output_sizes;
 pub use source::Source;
-pub use survey::{Survey, survey};
+pub use survey::Survey;
 pub use text::{Sequences, calibration};
 pub use width::{Kept, Smaller, Widths};

@@ -2,12 +2,14 @@
 //! blocks, channels of MLPs, heads, channels of the residual stream. [`crate::depth`] and
 //! [`crate::width`] choose by these measures what to keep.
 //!
-//! The importance of a channel of an MLP is the norm of its values over all tokens times the norm
-//! of the column of the down projection that reads them, with the gains of the norm behind it: the
-//! size of what it adds to the output (the measure of Sun et al. 2023 for weights, over a column). That of a head is the root of the
-//! sum of the squares of its channels, by the output projection. That of a channel of the residual
-//! stream is the norm of its values behind each norm, summed over norms (Muralidharan et al. 2024,
-//! section 2.2, the L2 norm over batch and sequence). All are measured in the model as it came.
+//! The importance of a channel of an MLP is the norm of its values over all tokens, and that of a
+//! channel of the residual stream the norm of its values behind each norm, summed over norms
+//! (Muralidharan et al. 2024, section 2.2, the L2 norm over batch and sequence). A channel of an
+//! MLP that the down projection reads with zeros has none. The importance of a head is the size of
+//! what it adds to the output: the root of the sum over its channels of the square of the norm of
+//! their values times the norm of the output projection's column (the measure of Sun et al. 2023
+//! for weights, over columns). All are measured in the model as it came. `docs/LOG.md` compares
+//! these with each other.
 
 use crate::Result;
 use crate::awq::ranges;
@@ -65,41 +67,43 @@ const PRODUCTS: [(Option<&str>, &str, Option<&str>); 4] = [
     (None, "mlp.down", Some("post_norm2")),
 ];
 
-/// Measures `source` on `sequences`.
-///
-/// # Errors
-/// Errors of reading and of the units.
-pub fn survey(source: &Source, device: &Device, sequences: &mut Sequences) -> Result<Survey> {
-    let model = source.model();
-    let last = model.units().len() - 1;
-    let mut blocks = Vec::new();
-    for unit in 0..last {
-        let flat = source.unit(unit)?;
-        let store = store(device, model, unit, &flat, |unit| source.unit(unit))?;
-        if unit > 0 {
-            let mut sums = BlockSums::new(source, unit, &flat, cpu_of(device)?);
-            let (mut turned, mut rows, mut failed) = (0.0, 0usize, None);
-            let each = |x: &Tensor, y: &Tensor| -> Result<()> {
-                let width = x.last_dim();
-                for (x, y) in x.data::<f32>()?.chunks_exact(width).zip(y.data::<f32>()?.chunks_exact(width)) {
-                    turned += 1.0 - cosine(x, y);
-                    rows += 1;
-                }
-                Ok(())
-            };
-            let mut observe = |id: ParamId, input: &Tensor| {
-                if id.unit as usize == unit {
-                    failed = failed.take().or(sums.add(id.index as usize, input).err());
-                }
-                Ok(())
-            };
-            sequences.look(model, unit, &store, &mut observe, each)?;
-            failed.map_or(Ok(()), Err)?;
-            blocks.push(sums.finish(turned / rows.max(1) as f64));
+impl Survey {
+    /// Measures `source` on `sequences`.
+    ///
+    /// # Errors
+    /// Errors of reading and of the units.
+    pub fn of(source: &Source, device: &Device, sequences: &mut Sequences) -> Result<Survey> {
+        let model = source.model();
+        let last = model.units().len() - 1;
+        let mut blocks = Vec::new();
+        for unit in 0..last {
+            let flat = source.unit(unit)?;
+            let store = store(device, model, unit, &flat, |unit| source.unit(unit))?;
+            if unit > 0 {
+                let mut sums = BlockSums::new(source, unit, &flat, cpu_of(device)?);
+                let (mut turned, mut rows, mut failed) = (0.0, 0usize, None);
+                let each = |x: &Tensor, y: &Tensor| -> Result<()> {
+                    let width = x.last_dim();
+                    for (x, y) in x.data::<f32>()?.chunks_exact(width).zip(y.data::<f32>()?.chunks_exact(width)) {
+                        turned += 1.0 - cosine(x, y);
+                        rows += 1;
+                    }
+                    Ok(())
+                };
+                let mut observe = |id: ParamId, input: &Tensor| {
+                    if id.unit as usize == unit {
+                        failed = failed.take().or(sums.add(id.index as usize, input).err());
+                    }
+                    Ok(())
+                };
+                sequences.look(model, unit, &store, &mut observe, each)?;
+                failed.map_or(Ok(()), Err)?;
+                blocks.push(sums.finish(turned / rows.max(1) as f64));
+            }
+            sequences.advance(model, unit, &store)?;
         }
-        sequences.advance(model, unit, &store)?;
+        Ok(Survey { blocks, head: head(source, last, sequences)? })
     }
-    Ok(Survey { blocks, head: head(source, last, sequences)? })
 }
 
 /// The sums over the inputs and outputs of the products of a block.
@@ -174,16 +178,18 @@ impl<'a> BlockSums<'a> {
     }
 
     fn finish(self, influence: f64) -> BlockSurvey {
-        let importance = |place: usize| -> Vec<f64> {
-            let (_, product, after) = PRODUCTS[place];
+        // The norms of the inputs of a product, and of the columns that read them.
+        let norms_of = |place: usize| -> Vec<(f64, f64)> {
+            let (_, product, _) = PRODUCTS[place];
             let Some((spec, weight)) = self.named(&format!("{product}.weight")) else { return Vec::new() };
-            let gains = after.and_then(|norm| self.gain(norm)).map(|(gains, _)| gains);
-            let columns = column_norms(weight, spec.row_elements(), gains.as_deref());
-            self.inputs[place].norms().iter().zip(columns).map(|(input, column)| input * column).collect()
+            self.inputs[place].norms().into_iter().zip(column_norms(weight, spec.row_elements())).collect()
         };
-        let root_of_squares = |channels: &[f64]| channels.iter().map(|x| x * x).sum::<f64>().sqrt();
-        let heads = importance(1).chunks_exact(self.source.spec().head_dim).map(root_of_squares).collect();
-        let ffn = importance(3);
+        let of_head = |channels: &[(f64, f64)]| {
+            channels.iter().map(|(input, column)| (input * column).powi(2)).sum::<f64>().sqrt()
+        };
+        let heads = norms_of(1).chunks_exact(self.source.spec().head_dim).map(of_head).collect();
+        let of_channel = |(input, column)| if column > 0.0 { input } else { 0.0 };
+        let ffn = norms_of(3).into_iter().map(of_channel).collect();
         let mut stream = vec![0.0; self.source.spec().dim];
         let mut norms = Vec::new();
         for (place, (before, _, after)) in PRODUCTS.into_iter().enumerate() {
@@ -245,12 +251,11 @@ fn add_shares(shares: &mut [f64], values: &[f32], of: impl Fn(usize, f32) -> f64
     }
 }
 
-/// The norms of the columns of a matrix of rows of `width`, whose outputs have these gains.
-fn column_norms(weights: &[f32], width: usize, gains: Option<&[f64]>) -> Vec<f64> {
+/// The norms of the columns of a matrix of rows of `width`.
+fn column_norms(weights: &[f32], width: usize) -> Vec<f64> {
     let mut squares = vec![0.0; width];
-    for (place, row) in weights.chunks_exact(width).enumerate() {
-        let gain = gains.map_or(1.0, |gains| gains[place]);
-        squares.iter_mut().zip(row).for_each(|(sum, w)| *sum += (gain * f64::from(*w)).powi(2));
+    for row in weights.chunks_exact(width) {
+        squares.iter_mut().zip(row).for_each(|(sum, w)| *sum += f64::from(*w).powi(2));
     }
     squares.into_iter().map(f64::sqrt).collect()
 }
@@ -264,7 +269,6 @@ mod tests {
         let mut shares = vec![0.0; 2];
         add_shares(&mut shares, &[3.0, 4.0, 0.0, 0.0, 1.0, 0.0], |_, x| f64::from(x));
         assert!((shares[0] - 1.36).abs() < 1e-12 && (shares[1] - 0.64).abs() < 1e-12, "{shares:?}");
-        assert_eq!(column_norms(&[3.0, 1.0, 4.0, 0.0], 2, None), [5.0, 1.0]);
-        assert_eq!(column_norms(&[3.0, 1.0, 2.0, 0.0], 2, Some(&[1.0, -2.0])), [5.0, 1.0]);
+        assert_eq!(column_norms(&[3.0, 1.0, 4.0, 0.0], 2), [5.0, 1.0]);
     }
 }

@@ -1,11 +1,11 @@
-//! `trainyard prune`: a trained model with weights that are zero, or with fewer blocks, channels and
-//! heads.
+//! `trainyard prune`: a trained model with weights that are zero, or with fewer blocks, channels
+//! and heads.
 
 use super::compress::{ModelArgs, TextArgs};
 use crate::output::{count, note};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
-use trainyard_compress::{Pass, Pattern, PruneMethod, Smaller, Widths, survey};
+use trainyard_compress::{Pass, Pattern, PruneMethod, Smaller, Survey, Widths};
 
 /// The choice of weights on the command line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
@@ -60,7 +60,8 @@ pub struct Args {
     /// Keep this many query heads in each block, and drop those that add least to its output.
     #[arg(long, value_name = "N")]
     heads: Option<usize>,
-    /// Keep this many channels of the residual stream, and drop those that are smallest behind norms.
+    /// Keep this many channels of the residual stream, and drop those that are smallest behind
+    /// norms.
     #[arg(long, value_name = "N")]
     hidden: Option<usize>,
     #[command(flatten)]
@@ -114,7 +115,7 @@ fn narrow(args: &Args, widths: Widths) -> Result<()> {
         )
     };
     let evaluation = args.text.evaluation(&source, &device).with_context(failed)?;
-    let survey = survey(&source, &device, &mut calibration).with_context(failed)?;
+    let survey = Survey::of(&source, &device, &mut calibration).with_context(failed)?;
     drop(calibration);
     let kept = widths.choose(source.spec(), &survey).with_context(failed)?;
     if widths.layers.is_some() {
