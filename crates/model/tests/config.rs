@@ -12,6 +12,23 @@ fn usual(family: Family) -> ModelSpec {
     family.usual(&Sizes { vocab_size: 97, dim: 32, layers: 2, heads: 4, max_positions: 128 })
 }
 
+/// The class for Llama of transformers 5 refuses heads that do not divide the width. Mistral's does
+/// not, and computes the same.
+#[test]
+fn a_llama_whose_heads_do_not_divide_its_width_is_written_as_a_mistral() {
+    let model_type = |spec: &ModelSpec| {
+        let config = hf::config_json(spec, DType::F32).unwrap();
+        assert_eq!(hf::from_config_json(&config).unwrap().spec, *spec);
+        serde_json::from_str::<serde_json::Value>(&config).unwrap()["model_type"].clone()
+    };
+    let whole = usual(families::LLAMA);
+    assert_eq!(model_type(&whole), "llama");
+    assert_eq!(model_type(&ModelSpec { heads: 3, kv_heads: 3, ..whole.clone() }), "mistral");
+    let biases = ModelSpec { heads: 3, kv_heads: 3, mlp_bias: true, ..whole };
+    let refused = hf::config_json(&biases, DType::F32).unwrap_err().to_string();
+    assert!(refused.contains("with these biases whose heads do not divide dim"), "{refused}");
+}
+
 /// Our JSON of a model read back is the model, and so is the spelling of transformers 4.
 #[test]
 fn golden_configs_round_trip() {
