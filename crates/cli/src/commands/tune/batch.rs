@@ -53,9 +53,9 @@ pub struct BatchArgs {
     /// Large batches whose gradients are measured. More take longer and narrow the interval.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(4..=4096))]
     samples: u32,
-    /// Also train branches with five batches, each with several learning rates, on the same number of
-    /// sequences, and take the critical batch from their losses. Takes as long as a thousand small
-    /// steps; needs validation text.
+    /// Also train branches with five batches, each with several learning rates, on the same number
+    /// of sequences, and take the critical batch from their losses. Takes as long as a thousand
+    /// small steps; needs validation text.
     #[arg(long)]
     branch: bool,
     /// Say only what fits.

@@ -126,7 +126,7 @@ fn trained(origin: &Origin<'_>, name: &str, batch: usize, rate: f64, steps: u64)
     Ok(loss)
 }
 
-/// What the branches say, in lines.
+/// The losses of the branches and the critical batch, in lines.
 pub fn words(found: &Branches, length: usize) -> String {
     let scale = found.scale;
     let many = |n: f64| if n.is_finite() { format!("{n:.1}") } else { "no limit".to_owned() };
@@ -149,7 +149,7 @@ pub fn words(found: &Branches, length: usize) -> String {
     text
 }
 
-/// What the branches say, for programs.
+/// The same, for programs.
 pub fn json(found: &Branches) -> Value {
     let finite = |n: f64| n.is_finite().then_some(n);
     let of = |branch: &Branch| json!({"global_batch_size": branch.batch, "rate": branch.rate, "loss": branch.loss});
