@@ -414,7 +414,8 @@ impl Rank {
     /// values: the sum over all ranks, times the loss scale and before clipping; with the gradient
     /// of the penalty, where weights are consolidated. They are those of the last step, after
     /// [`Rank::execute`] or in its snapshot. Replicas hold the same range, and the range is empty
-    /// if other ranks of the shard group hold the parameter.
+    /// if other ranks of the shard group hold the parameter. A unit that rested in the step has
+    /// those of an earlier one.
     ///
     /// # Errors
     /// When gradients lie in a tier, or the rank does not hold the parameter's unit.
