@@ -11,13 +11,14 @@ use trainyard_tensor::cpu::rope::{RopeScaling, RopeTable};
 use trainyard_tensor::reference::{activation as curve, loss as oracle, random};
 use trainyard_tensor::{Element, bf16, f16};
 
+/// In the order of their numbers in kernels.
 const CURVES: [Activation; 6] = [
     Activation::None,
     Activation::Relu,
-    Activation::ReluSquared,
     Activation::Silu,
     Activation::GeluExact,
     Activation::GeluTanh,
+    Activation::ReluSquared,
 ];
 
 fn int(n: usize) -> Argument {
