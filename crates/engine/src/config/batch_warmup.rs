@@ -24,7 +24,7 @@ pub struct BatchWarmup(pub Vec<(usize, u64)>);
 
 impl ConfigValue for BatchWarmup {
     fn expected() -> String {
-        "a list of [sequences, steps], such as [[8, 200], [16, 400]]".to_owned()
+        "a list of `[sequences, steps]`, such as `[[8, 200], [16, 400]]`".to_owned()
     }
     fn from_value(value: &Value) -> Result<Self, String> {
         let stage = |value: &Value| match value.as_array().map(Vec::as_slice) {

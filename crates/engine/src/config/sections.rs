@@ -506,13 +506,13 @@ section! {
         /// nothing is given.
         #[elsewhere("gradient_accumulation_steps", "grad_accum_steps")]
         accumulation_steps: Option<usize> = None;
-        /// Smaller batches for the first steps: a list of stages, each as `[sequences, steps]` with
-        /// the sequences of a step over all ranks, such as `[[8, 200], [16, 400]]`. Then steps take
-        /// the whole batch. A stage has whole micro-batches, or a single smaller one on each rank.
+        /// Smaller batches for the first steps, stage by stage: the sequences of a step over all
+        /// ranks, and the number of steps that take so many. Then steps take the whole batch. A
+        /// stage has whole micro-batches on each rank, or one that is a part of `micro_batch_size`.
         #[elsewhere("rampup_batch_size", "rampup-batch-size")]
         batch_warmup: Option<BatchWarmup> = None;
-        /// The learning rate of a stage of `batch_warmup`: that of the schedule, times this root or
-        /// power of the stage's share of the whole batch. Unset: square_root.
+        /// The factor of the schedule's learning rate in a stage of `batch_warmup`: the root of the
+        /// stage's share of the whole batch, the share itself, or 1. Unset: square_root.
         batch_warmup_rate: Option<BatchWarmupRate> = None;
         /// Make the same batch give the same bits on 1, 2, 4, … ranks. Gradients of micro-batches
         /// are then summed along a tree, which takes log2(`accumulation_steps`) more gradient
