@@ -13,6 +13,7 @@ Rates fall to zero at the last step, so steps to a loss compare cases of one num
 import argparse
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 
@@ -31,8 +32,8 @@ MODEL = {
 }
 
 
-def cases():
-    """Pairs of a name and settings beside the recipe: all, without each, none, and each alone."""
+def cases(beside):
+    """Pairs of a name and settings beside the recipe: all, without each, none, each alone, and each of `beside`."""
     everything = [setting for settings in MODEL.values() for setting in settings]
     yield "all", everything
     for key, off in RECIPE.items():
@@ -42,6 +43,8 @@ def cases():
     yield "the recipe", []
     for key, on in MODEL.items():
         yield f"the recipe with {key}", on
+    for setting in beside:
+        yield f"the recipe with {setting}", [setting]
 
 
 def lines(path):
@@ -51,7 +54,7 @@ def lines(path):
 
 def run(a, name, settings, seed):
     """The evaluations and steps of a run."""
-    folder = pathlib.Path(a.out) / f"{name.replace(' ', '-').replace('/', '-')}-{seed}"
+    folder = pathlib.Path(a.out) / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}-{seed}"
     if not (folder / "finished").exists():
         sets = [
             "training.recipe=fast",
@@ -93,6 +96,7 @@ def main():
     parser.add_argument("config")
     parser.add_argument("--trainyard", default="trainyard", help="the program")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every case")
+    parser.add_argument("--beside", action="append", default=[], metavar="KEY=VALUE", help="a case of its own")
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--interval", type=int, default=25, help="steps between evaluations")
     parser.add_argument("--loss", type=float, default=1.95, help="the loss to come to")
@@ -101,7 +105,7 @@ def main():
     parser.add_argument("--out", default="recipe-keys")
     a = parser.parse_args()
     a.set.append("metrics.tensorboard=false")
-    chosen = [case for case in cases() if a.only in case[0]]
+    chosen = [case for case in cases(a.beside) if a.only in case[0]]
     results = {name: [] for name, _ in chosen}
     for seed in a.seeds.split(","):
         for name, settings in chosen:
