@@ -17,7 +17,8 @@ import re
 import statistics
 import subprocess
 
-# Keys of the recipe, and keys of the model that need initial weights, with the value that turns each off.
+# Keys of the recipe with the value that turns each off, and keys of the model with the one that
+# turns it on.
 RECIPE = {
     "Muon": ["optimizer.name=adamw", "optimizer.learning_rate=3e-3"],
     "matrix rate": ["optimizer.matrix_learning_rate=0.02"],
@@ -67,7 +68,7 @@ def run(a, name, settings, seed):
             *settings,
         ]
         if "optimizer.name=adamw" in settings:
-            # AdamW has no rate of matrices and refuses the recipe's, so the other keys of the recipe stand alone.
+            # AdamW refuses a rate of matrices, so the other keys of the recipe stand alone.
             sets.remove("training.recipe=fast")
             sets += ["schedule.kind=linear", "schedule.min_ratio=0"]
         command = [a.trainyard, "train", "--quiet", a.config]

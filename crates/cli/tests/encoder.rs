@@ -16,10 +16,7 @@ fn folder() -> Folder {
 }
 
 fn train(folder: &Folder, name: &str, sets: &[&str]) -> Ran {
-    let name = format!("run.name={name}");
-    let mut arguments = vec!["train", "t5.toml", "--set", &name];
-    sets.iter().for_each(|set| arguments.extend(["--set", set]));
-    folder.run(&arguments)
+    folder.train("t5.toml", name, sets)
 }
 
 #[test]

@@ -9,10 +9,7 @@ use serde_json::Value;
 use std::fs;
 
 fn train(folder: &Folder, name: &str, sets: &[&str]) -> Ran {
-    let name = format!("run.name={name}");
-    let mut arguments = vec!["train", "vit.toml", "--set", &name];
-    sets.iter().for_each(|set| arguments.extend(["--set", set]));
-    folder.run(&arguments)
+    folder.train("vit.toml", name, sets)
 }
 
 #[test]

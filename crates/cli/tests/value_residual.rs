@@ -15,10 +15,7 @@ fn folder() -> Folder {
 }
 
 fn train(folder: &Folder, name: &str, sets: &[&str]) -> Ran {
-    let name = format!("run.name={name}");
-    let mut arguments = vec!["train", "v.toml", "--set", &name];
-    sets.iter().for_each(|set| arguments.extend(["--set", set]));
-    folder.run(&arguments)
+    folder.train("v.toml", name, sets)
 }
 
 #[test]

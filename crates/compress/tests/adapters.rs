@@ -51,7 +51,7 @@ fn write(base: &Path, name: &str, spec: AdapterSpec, seed: usize) -> PathBuf {
     path
 }
 
-/// What the adapter in `folder` adds to each weight.
+/// The change of each weight by the adapter in `folder`.
 fn changes(folder: &Path) -> BTreeMap<String, Vec<f64>> {
     let spec = read_adapter_config(folder).unwrap();
     let (scale, tensors) = (spec.scale(), read_adapter(folder, &self::spec(), &spec).unwrap());

@@ -14,15 +14,12 @@ mod tensors;
 
 use common::check_memory;
 use layouts::*;
-use runs::copy;
-use small::{run, start};
-use std::collections::BTreeMap;
+use small::{go_on, start};
 use std::path::Path;
 use tensors::tensors;
 use trainyard_engine::checkpoint::{Choice, find};
 use trainyard_engine::constraints::Pruning;
 use trainyard_engine::metrics::{EvaluationMetrics, StepMetrics};
-use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trained::{Runtime, open_trained};
 use trainyard_tensor::sparsity::Pattern;
@@ -32,8 +29,6 @@ const HALF: &[&str] =
     &["pruning.sparsity=0.5", "pruning.begin=0.2", "pruning.end=0.7", "pruning.interval_steps=2", "training.steps=10"];
 const TWO_OF_FOUR: &[&str] =
     &["pruning.pattern='2:4'", "pruning.begin=0.2", "pruning.end=0.7", "pruning.interval_steps=2", "training.steps=10"];
-
-type Tensors = BTreeMap<String, Vec<u8>>;
 
 fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
@@ -165,18 +160,6 @@ fn zeros_follow_the_schedule_and_stay() {
     let of = |step| matrices(&folder.join("once"), step);
     assert!(of(2).iter().all(|(_, weights)| zeros(weights) == 0));
     assert!(of(3).iter().all(|(_, weights)| zeros(weights) == weights.len() * 3 / 4));
-}
-
-/// Resumes a copy of the run `from`, and returns its tensors.
-fn go_on(folder: &Path, from: &str, name: &str, step: u64, sets: &[&str]) -> Tensors {
-    copy(&folder.join(from), &folder.join(name));
-    let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"]
-        .map(|key| format!("parallel.{key}=auto"));
-    let all: Vec<String> = auto.into_iter().chain(sets.iter().map(|set| (*set).to_owned())).collect();
-    let run_folder = folder.join(name);
-    let going_on = GoingOn { checkpoint: Choice::Step(step), ..GoingOn::new(&run_folder, &all) };
-    let config = Session::configuration(&going_on).unwrap();
-    run(&run_folder, &config, |world| Session::resume(&going_on, world, |_| ()))
 }
 
 #[test]

@@ -11,8 +11,7 @@ mod small;
 mod tensors;
 
 use layouts::*;
-use runs::copy;
-use small::{config, run, start};
+use small::{config, go_on, run, start};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
@@ -141,18 +140,6 @@ fn a_period_trains_the_bits_of_a_run_that_freezes_the_same() {
     }
     let bits = ["precision.compute=bf16", "optimizer.state_bits=8", "optimizer.clip_norm=0"];
     check_periods(folder, "bits", APART, &[&bits, STAGE_2].concat());
-}
-
-/// Resumes a copy of the run `from` at `step`.
-fn go_on(folder: &Path, from: &str, name: &str, step: u64, sets: &[&str]) -> Tensors {
-    copy(&folder.join(from), &folder.join(name));
-    let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"]
-        .map(|key| format!("parallel.{key}=auto"));
-    let all: Vec<String> = auto.into_iter().chain(sets.iter().map(|set| (*set).to_owned())).collect();
-    let run_folder = folder.join(name);
-    let going_on = GoingOn { checkpoint: Choice::Step(step), ..GoingOn::new(&run_folder, &all) };
-    let config = Session::configuration(&going_on).unwrap();
-    run(&run_folder, &config, |world| Session::resume(&going_on, world, |_| ()))
 }
 
 #[test]

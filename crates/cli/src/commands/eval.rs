@@ -7,11 +7,11 @@ use crate::output::{count, note, print};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use trainyard_data::{OnInvalid, Tokenizer};
+use trainyard_data::{IndexedTokens, OnInvalid, Tokenizer};
 use trainyard_engine::adapters::open_adapted;
 use trainyard_engine::config::PAIRED_LENGTH;
 use trainyard_engine::ensemble::{Combination, EnsembleEvaluation, Score, evaluate_ensemble};
-use trainyard_engine::evaluate::{EvaluationProgress, EvaluationSettings, evaluate_until};
+use trainyard_engine::evaluate::{Evaluation, EvaluationProgress, EvaluationSettings, evaluate_until};
 use trainyard_engine::images::{HeldBack, evaluate_images_until};
 use trainyard_engine::metrics::{EvaluationMetrics, progress};
 use trainyard_engine::rank::Rank;
@@ -132,16 +132,7 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     let run = trained.run.as_ref();
     let settings = settings(args, trained, &tokenizer, args.rows)?;
     let began = std::time::Instant::now();
-    let mut display = progress::for_stderr();
-    let found = evaluate_until(&trained.rank, &texts, &tokenizer, settings, &mut |done| {
-        display.evaluating(done);
-        Ok(false)
-    });
-    display.end();
-    let found = found?.context("nobody stops it")?;
-    if found.targets == 0 {
-        bail!("the text has no token to predict: give documents of at least two tokens");
-    }
+    let found = evaluated(trained, &texts, &tokenizer, settings)?;
     if !found.loss_sum.is_finite() {
         bail!("the loss is not finite ({}): the weights hold NaN or infinities, or are close to it", found.loss());
     }
@@ -176,6 +167,26 @@ fn alone(args: &Args, model: &Path, trained: &Trained) -> Result<()> {
     Ok(())
 }
 
+/// Evaluates a model on texts, with a display of the progress.
+fn evaluated(
+    trained: &Trained,
+    texts: &[IndexedTokens],
+    tokenizer: &Tokenizer,
+    settings: EvaluationSettings,
+) -> Result<Evaluation> {
+    let mut display = progress::for_stderr();
+    let found = evaluate_until(&trained.rank, texts, tokenizer, settings, &mut |done| {
+        display.evaluating(done);
+        Ok(false)
+    });
+    display.end();
+    let found = found?.context("nobody stops it")?;
+    if found.targets == 0 {
+        bail!("the text has no token to predict: give documents of at least two tokens");
+    }
+    Ok(found)
+}
+
 /// Evaluates adapters on one base.
 fn with_adapters(args: &Args) -> Result<()> {
     let [base] = &args.models[..] else { bail!("--adapter: {} models, and adapters are of one", args.models.len()) };
@@ -195,16 +206,7 @@ fn with_adapters(args: &Args) -> Result<()> {
     let (mut rows, mut tokens) = (Vec::new(), 0);
     for number in plain.into_iter().chain((0..args.adapters.len()).map(Some)) {
         adapted.take(number)?;
-        let mut display = progress::for_stderr();
-        let found = evaluate_until(&adapted.trained.rank, &texts, &tokenizer, settings, &mut |done| {
-            display.evaluating(done);
-            Ok(false)
-        });
-        display.end();
-        let found = found?.context("nobody stops it")?;
-        if found.targets == 0 {
-            bail!("the text has no token to predict: give documents of at least two tokens");
-        }
+        let found = evaluated(&adapted.trained, &texts, &tokenizer, settings)?;
         let folder = number.map(|number| &args.adapters[number]);
         if !found.loss_sum.is_finite() {
             let name = folder.unwrap_or(base).display();

@@ -123,6 +123,14 @@ impl Folder {
         }
     }
 
+    /// Trains the run `name` of the configuration `config`.
+    pub fn train(&self, config: &str, name: &str, sets: &[&str]) -> Ran {
+        let name = format!("run.name={name}");
+        let mut arguments = vec!["train", config, "--set", &name];
+        sets.iter().for_each(|set| arguments.extend(["--set", set]));
+        self.run(&arguments)
+    }
+
     pub fn run(&self, arguments: &[&str]) -> Ran {
         Ran::new(self.command(arguments).output().expect("the program starts"))
     }

@@ -2,14 +2,15 @@
 //! `runs.rs` and `tensors.rs`.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
-use crate::runs::run_to_the_end;
+use crate::runs::{copy, run_to_the_end};
 use crate::tensors::tensors;
 use std::collections::BTreeMap;
 use std::path::Path;
 use trainyard_comm::Communicator;
 use trainyard_engine::Result;
-use trainyard_engine::checkpoint::find_latest;
+use trainyard_engine::checkpoint::{Choice, find_latest};
 use trainyard_engine::config::Config;
+use trainyard_engine::resume::GoingOn;
 use trainyard_engine::session::Session;
 use trainyard_engine::trainer::Ending;
 
@@ -44,4 +45,16 @@ pub fn run(
 pub fn start(folder: &Path, name: &str, sets: &[&str]) -> BTreeMap<String, Vec<u8>> {
     let config = config(folder, name, sets);
     run(&folder.join(name), &config, |world| Session::create(&config, world, |_| ()))
+}
+
+/// Resumes the copy `name` of the run `from` at `step`, on ranks that `sets` divide, to the end.
+pub fn go_on(folder: &Path, from: &str, name: &str, step: u64, sets: &[&str]) -> BTreeMap<String, Vec<u8>> {
+    copy(&folder.join(from), &folder.join(name));
+    let auto = ["ranks", "zero_stage", "data_parallel_replicate_degree", "data_parallel_shard_degree"]
+        .map(|key| format!("parallel.{key}=auto"));
+    let all: Vec<String> = auto.into_iter().chain(sets.iter().map(|set| (*set).to_owned())).collect();
+    let run_folder = folder.join(name);
+    let going_on = GoingOn { checkpoint: Choice::Step(step), ..GoingOn::new(&run_folder, &all) };
+    let config = Session::configuration(&going_on).unwrap();
+    run(&run_folder, &config, |world| Session::resume(&going_on, world, |_| ()))
 }
